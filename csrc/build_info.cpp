@@ -1,0 +1,14 @@
+// What this library was built with, read by `fastinfer doctor` through ctypes: plain C, so that it needs no op.
+#include "cpu/isa.h"
+
+#ifndef FI_CUDA_ARCHS
+#define FI_CUDA_ARCHS ""
+#endif
+
+#define FI_EXPORT extern "C" __attribute__((visibility("default")))
+
+// "avx2" or "generic": what the CPU kernels run with on this processor.
+FI_EXPORT const char* fastinfer_cpu_isa() { return fastinfer::cpu::isa_name(); }
+
+// "90a", or "" when no CUDA kernel was built.
+FI_EXPORT const char* fastinfer_cuda_archs() { return FI_CUDA_ARCHS; }

@@ -1,0 +1,76 @@
+// What a CUDA op needs from torch and the driver: the current stream, a device guard, a device's
+// properties looked up once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../torch_utils.h"
+
+// Absent from CPU-only torch, where the library must load all the same.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace fastinfer::cuda {
+
+#define FI_CUDA_CHECK(call, op)                                                             \
+  do {                                                                                      \
+    const cudaError_t error = (call);                                                       \
+    if (error != cudaSuccess) {                                                             \
+      throw std::runtime_error(std::string("fastinfer::") + (op) + ": CUDA error " +        \
+                               cudaGetErrorName(error) + ": " + cudaGetErrorString(error)); \
+    }                                                                                       \
+  } while (0)
+
+inline cudaStream_t current_stream(const char* op, int32_t device_index) {
+  FI_CHECK(aoti_torch_get_current_cuda_stream != nullptr, op,
+           "expected a torch built with CUDA, got one without");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Makes the tensor's device current for one launch.
+class DeviceGuard {
+ public:
+  DeviceGuard(const char* op, int32_t device_index) {
+    FI_CUDA_CHECK(cudaGetDevice(&previous_), op);
+    if (previous_ != device_index) FI_CUDA_CHECK(cudaSetDevice(device_index), op);
+    current_ = device_index;
+  }
+  ~DeviceGuard() {
+    if (previous_ != current_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  int current_ = 0;
+};
+
+// Compute capability as 10 * major + minor, kept per device.
+inline int capability(const char* op, int32_t device_index) {
+  constexpr int kMaxDevices = 64;
+  static int known[kMaxDevices] = {};
+  FI_CHECK(device_index >= 0 && device_index < kMaxDevices, op, "expected a device index below ",
+           kMaxDevices, ", got ", device_index);
+  if (known[device_index] == 0) {
+    int major = 0, minor = 0;
+    FI_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index),
+                  op);
+    FI_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index),
+                  op);
+    known[device_index] = 10 * major + minor;
+  }
+  return known[device_index];
+}
+
+// The hand-written kernels are compiled for sm_90a, which runs on compute capability 9.0 alone.
+inline void expect_hopper(const char* op, int32_t device_index) {
+  const int found = capability(op, device_index);
+  FI_CHECK(found == 90, op,
+           "expected a GPU of compute capability 9.0 (this build has sm_90a kernels), got ",
+           found / 10, ".", found % 10);
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,80 @@
+// The blocks of a paged KV pool: who holds which, and which still hold a known prefix.
+//
+// Every block is in one of three states:
+//   used    one or more sequences have it in their block table (reference count > 0);
+//   cached  nobody holds it, but the prefix index still knows what it contains;
+//   free    nobody holds it and nobody knows its content.
+// The unused blocks form one list, reused from its front: the free ones come first, then the
+// cached ones, least recently used first. So the free list is the prefix cache.
+//
+// A sequence's blocks never change once they are full and committed: a prefix hit shares full
+// blocks only and leaves at least one token to compute, so nobody writes into a shared block.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "free_list.h"
+#include "prefix_index.h"
+
+namespace fastinfer {
+
+struct Sequence {
+  std::vector<int64_t> tokens;
+  std::vector<int32_t> blocks;  // the block table
+  int64_t num_computed = 0;     // tokens whose keys and values are in their slots
+  // The blocks [0, num_indexed) have been offered to the prefix index; `chain` is the serial that
+  // the index gives to their content, and thus the parent of the next one.
+  int64_t num_indexed = 0;
+  uint64_t chain = PrefixIndex::kRoot;
+};
+
+class BlockManager {
+ public:
+  BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_caching, int hash_bits);
+
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t block_size() const { return block_size_; }
+  bool enable_prefix_caching() const { return enable_prefix_caching_; }
+  int64_t num_free() const { return num_free_; }
+  int64_t num_cached() const { return num_cached_; }
+  int64_t num_available() const { return num_free_ + num_cached_; }
+  int64_t num_used() const { return num_blocks_ - num_available(); }
+  int64_t num_sequences() const { return static_cast<int64_t>(sequences_.size()); }
+
+  void add(int64_t seq_id, std::vector<int64_t> tokens);
+  void append(int64_t seq_id, int64_t token);
+  int64_t match_prefix(int64_t seq_id);
+  bool reserve(int64_t seq_id, int64_t num_tokens);
+  void commit(int64_t seq_id, int64_t num_computed);
+  void release(int64_t seq_id);
+  void remove(int64_t seq_id);
+
+  bool contains(int64_t seq_id) const { return sequences_.contains(seq_id); }
+  // Throws, naming the operation `op`, when there is no such sequence.
+  const Sequence& sequence(int64_t seq_id, const std::string& op) const;
+  int64_t ref_count(int64_t block) const;
+
+  // Throws std::runtime_error saying what is wrong.
+  void check_integrity() const;
+
+ private:
+  Sequence& sequence(int64_t seq_id, const std::string& op);
+  void release_blocks(Sequence& sequence);
+  void check_sequence(int64_t seq_id, const Sequence& sequence) const;
+
+  int64_t num_blocks_;
+  int64_t block_size_;
+  bool enable_prefix_caching_;
+  int64_t num_free_;
+  int64_t num_cached_ = 0;
+  std::vector<int32_t> ref_counts_;  // [num_blocks]
+  FreeList unused_;
+  PrefixIndex index_;
+  std::unordered_map<int64_t, Sequence> sequences_;
+};
+
+}  // namespace fastinfer

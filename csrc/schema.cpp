@@ -1,0 +1,62 @@
+// The table of contents of fastinfer: every op's schema, one line each, grouped by family.
+//
+// Shapes (the Python wrappers in fastinfer/ops carry the full documentation):
+//   T tokens, B sequences, H query heads, Hk key/value heads, D head size, Dv value head size.
+// Conventions:
+//   - an op with a fresh output has a functional overload and `.out`; an op that works in place ends in `_`;
+//   - lengths, sizes and counts are SymInt, so that torch.compile does not recompile for each value;
+//   - defaults here and in the Python wrappers are the same (tests/test_schema.py compares them).
+
+#include <torch/csrc/stable/library.h>
+
+#define FI_ATTENTION_OPTIONS                                                                      \
+  "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, "         \
+  "float softcap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, bool batch_invariant=False"
+#define FI_PAGED_OPTIONS                                                                          \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, bool causal=True, "               \
+  "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sinks=None, "        \
+  "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, "       \
+  "bool batch_invariant=False"
+#define FI_OUT_LSE "Tensor(a!) out, Tensor(b!) lse) -> ()"
+
+STABLE_TORCH_LIBRARY(fastinfer, m) {
+  // clang-format off
+
+  // Attention: dense, ragged, paged; all return (out, lse).
+  m.def("flash_attention(Tensor q, Tensor k, Tensor v, *, " FI_ATTENTION_OPTIONS ") -> (Tensor, Tensor)");
+  m.def("flash_attention.out(Tensor q, Tensor k, Tensor v, *, " FI_ATTENTION_OPTIONS ", " FI_OUT_LSE);
+  m.def("flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_ATTENTION_OPTIONS ") -> (Tensor, Tensor)");
+  m.def("flash_attention_varlen.out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_ATTENTION_OPTIONS ", " FI_OUT_LSE);
+  m.def("paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, " FI_PAGED_OPTIONS ") -> (Tensor, Tensor)");
+  m.def("paged_attention.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, " FI_PAGED_OPTIONS ", Tensor(c!)? workspace=None, " FI_OUT_LSE);
+  m.def("plan_attention(Tensor cu_seqlens_q, Tensor seq_lens, *, SymInt total_q, SymInt num_heads, SymInt num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal=True, SymInt window_left=-1, SymInt window_right=-1, bool batch_invariant=False) -> Tensor");
+  m.def("plan_attention.out(Tensor cu_seqlens_q, Tensor seq_lens, *, SymInt total_q, SymInt num_heads, SymInt num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal=True, SymInt window_left=-1, SymInt window_right=-1, bool batch_invariant=False, Tensor(a!) out) -> ()");
+  m.def("merge_attention_states(Tensor outs, Tensor lses, *, Tensor? sinks=None) -> (Tensor, Tensor)");
+  m.def("merge_attention_states.out(Tensor outs, Tensor lses, *, Tensor? sinks=None, " FI_OUT_LSE);
+
+  // KV cache.
+  m.def("append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
+
+  // Normalisation.
+  m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6, *, float weight_offset=0.0) -> Tensor");
+  m.def("rms_norm.out(Tensor x, Tensor weight, float eps=1e-6, *, float weight_offset=0.0, Tensor(a!) out) -> ()");
+  m.def("fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps=1e-6, *, float weight_offset=0.0) -> ()");
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-5, *, float weight_offset=0.0) -> Tensor");
+  m.def("layer_norm.out(Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-5, *, float weight_offset=0.0, Tensor(a!) out) -> ()");
+  m.def("fused_add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, Tensor? bias=None, float eps=1e-5, *, float weight_offset=0.0) -> ()");
+
+  // Gated activations.
+  m.def("silu_and_mul(Tensor x) -> Tensor");
+  m.def("silu_and_mul.out(Tensor x, *, Tensor(a!) out) -> ()");
+  m.def("gelu_and_mul(Tensor x, *, bool tanh_approx=False) -> Tensor");
+  m.def("gelu_and_mul.out(Tensor x, *, bool tanh_approx=False, Tensor(a!) out) -> ()");
+
+  // Rotary position embedding.
+  m.def("rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, *, bool interleaved=False) -> ()");
+
+  // Sampling.
+  m.def("sample(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None) -> (Tensor, Tensor)");
+  m.def("sample.out(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
+
+  // clang-format on
+}

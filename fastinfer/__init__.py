@@ -1,0 +1,33 @@
+"""fastinfer: kernels for LLM inference on PyTorch, with a thin engine on top.
+
+import fastinfer.ops                      # torch.ops.fastinfer.* and typed wrappers
+from fastinfer import LLM, SamplingParams # the engine; needs the extra `fastinfer[engine]`
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastinfer.engine.llm import LLM
+    from fastinfer.engine.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `import fastinfer` needs neither transformers nor the native libraries.
+    if name == "LLM":
+        from fastinfer.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from fastinfer.engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    if name == "ops":
+        import importlib
+
+        return importlib.import_module("fastinfer.ops")
+    raise AttributeError(f"module 'fastinfer' has no attribute {name!r}")

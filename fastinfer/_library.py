@@ -1,0 +1,34 @@
+"""Loads the ops library: after this import `torch.ops.fastinfer.*` exists."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+PATH = Path(__file__).with_name("_ops.so")
+
+if not PATH.is_file():
+    raise ImportError(
+        f"fastinfer: the ops library {PATH.name} is missing beside {Path(__file__).name}; "
+        "install fastinfer (pip install .) or build it in place (python setup.py develop_inplace)"
+    )
+torch.ops.load_library(str(PATH))
+
+
+def cpu_isa() -> str:
+    """The instruction set the CPU kernels run with: "avx2" or "generic"."""
+    return _build_info("fastinfer_cpu_isa")
+
+
+def cuda_archs() -> list[str]:
+    """The GPU architectures the CUDA kernels were built for; empty when none were built."""
+    return _build_info("fastinfer_cuda_archs").split()
+
+
+def _build_info(symbol: str) -> str:
+    function = getattr(ctypes.CDLL(str(PATH)), symbol)
+    function.restype = ctypes.c_char_p
+    text: bytes = function()
+    return text.decode()

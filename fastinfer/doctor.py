@@ -1,0 +1,81 @@
+"""`fastinfer doctor`: versions, driver, what was built, the devices, and each op's backend and why."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import platform
+import sys
+
+# A statically linked CUDA 13 runtime needs at least this driver (reported as 1000 * major + 10 * minor).
+REQUIRED_DRIVER_CUDA = 13000
+
+
+def driver_cuda_version() -> int | None:
+    """The newest CUDA version the installed driver supports, without starting a CUDA context; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver_line(version: int | None) -> str:
+    if version is None:
+        return "none found"
+    text = f"supports CUDA {version // 1000}.{version % 1000 // 10}"
+    if version < REQUIRED_DRIVER_CUDA:
+        text += "; the CUDA kernels of this build need 13.0 (driver 580 or newer)"
+    return text
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main() -> int:
+    """Print the report; 0 when every op has a backend on the CPU, 1 when the installation is broken."""
+    import torch
+
+    print("versions")
+    packages = ("fastinfer", "torch", "triton", "numpy", "transformers", "safetensors", "gguf")
+    _print_table([("python", platform.python_version()), *((p, _version(p)) for p in packages)])
+    print(f"platform\n  {platform.platform()}, {torch.get_num_threads()} threads")
+    print(f"driver\n  {_driver_line(driver_cuda_version())}")
+
+    try:
+        from fastinfer import _library
+        from fastinfer.ops import backends
+    except (ImportError, OSError) as error:
+        print(f"ops library\n  cannot be loaded: {error}", file=sys.stderr)
+        return 1
+    archs = ", ".join(f"sm_{arch}" for arch in _library.cuda_archs()) or "not built"
+    print("built")
+    _print_table([("cpu kernels", _library.cpu_isa()), ("cuda kernels", archs)])
+
+    devices = ["cpu"]
+    print("devices\n  cpu  " + (platform.processor() or platform.machine()))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}")
+        print(
+            f"  cuda:{index}  {properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+    broken = False
+    for device in devices:
+        print(f"ops on {device}")
+        table = backends(device)
+        broken = broken or (device == "cpu" and any(backend == "none" for backend, _ in table.values()))
+        _print_table([(op, backend, reason) for op, (backend, reason) in table.items()])
+    return 1 if broken else 0

@@ -1,0 +1,70 @@
+"""The ops library speaks torch's stable C ABI alone, and holds what the build promised."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastinfer import _library
+
+# Itanium-mangled names of torch's C++ namespaces (also inside nested names) and anything of CPython.
+FORBIDDEN = re.compile(r"^_Z.*(3c10|2at|5torch)|^_?Py[A-Z_]")
+
+
+def undefined_symbols(path: Path) -> list[str]:
+    nm = shutil.which("nm")
+    assert nm, "binutils' nm is needed (it comes with every C++ compiler)"
+    out = subprocess.run(
+        [nm, "--dynamic", "--undefined-only", "--format=posix", str(path)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return [line.split()[0].split("@")[0] for line in out.splitlines()]
+
+
+def test_no_cpp_symbol_of_torch_and_none_of_python() -> None:
+    symbols = undefined_symbols(_library.PATH)
+    assert any(s.startswith("aoti_torch_") for s in symbols), "the list of symbols was not read"
+    assert [s for s in symbols if FORBIDDEN.search(s)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_ZN3c105ErrorC1Ev", "_ZNK2at6Tensor4sizeEl", "_ZN5torch7LibraryC1Ev", "PyErr_SetString", "_Py_Dealloc"],
+)
+def test_the_pattern_catches_forbidden_names(name: str) -> None:
+    assert FORBIDDEN.search(name)
+
+
+def test_cuda_kernels_are_built_where_they_are_required() -> None:
+    if os.environ.get("FASTINFER_CUDA") != "1":
+        pytest.skip("FASTINFER_CUDA=1 is what promises CUDA kernels")
+    assert _library.cuda_archs() == os.environ.get("FASTINFER_CUDA_ARCHS", "90a").split()
+    assert b"rms_norm_kernel" in _library.PATH.read_bytes()
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("generic", {"generic"}), ("", {"generic", "avx2"})])
+def test_instruction_set_can_be_forced(wanted: str, expected: set[str]) -> None:
+    code = "from fastinfer import _library; print(_library.cpu_isa())"
+    env = os.environ | {"FASTINFER_CPU_ISA": wanted}
+    out = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    assert out.stdout.strip() in expected
+
+
+def test_import_starts_no_cuda_context_and_needs_core_packages_only() -> None:
+    # A module set to None cannot be imported.
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'safetensors', 'tokenizers', 'gguf', 'huggingface_hub', 'jinja2', 'tqdm'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch, fastinfer, fastinfer.ops, fastinfer.doctor\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
