@@ -1,4 +1,4 @@
-"""The host module: KV block allocation, the prefix cache, and the packing of a step (C++, pybind11).
+"""KV block allocation, the prefix cache, and the packing of a step (C++, pybind11).
 
 It knows neither torch nor the model. A sequence is named by an integer id that the caller chooses.
 A block holds `block_size` consecutive tokens of one sequence; slot = block * block_size + offset.

@@ -35,10 +35,6 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return a / b + (a % b != 0);
 }
 
-void check_token(const std::string& op, const std::string& argument, int64_t token) {
-  if (token < 0) refuse(op, argument, "a token id >= 0", token);
-}
-
 [[noreturn]] void broken(const std::string& what) {
   throw std::runtime_error("BlockManager.check_integrity: " + what);
 }
@@ -59,13 +55,13 @@ BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_p
   for (int32_t block = 0; block < num_blocks; ++block) unused_.push_back(block);
 }
 
-const Sequence& BlockManager::sequence(int64_t seq_id, const std::string& op) const {
+const Sequence& BlockManager::sequence(int64_t seq_id, const char* op) const {
   auto found = sequences_.find(seq_id);
   if (found == sequences_.end()) refuse(op, "seq_id", "a sequence that was added", seq_id);
   return found->second;
 }
 
-Sequence& BlockManager::sequence(int64_t seq_id, const std::string& op) {
+Sequence& BlockManager::sequence(int64_t seq_id, const char* op) {
   return const_cast<Sequence&>(std::as_const(*this).sequence(seq_id, op));
 }
 
@@ -77,23 +73,26 @@ int64_t BlockManager::ref_count(int64_t block) const {
 }
 
 void BlockManager::add(int64_t seq_id, std::vector<int64_t> tokens) {
-  const std::string op = "BlockManager.add";
+  const char* const op = "BlockManager.add";
   if (contains(seq_id)) refuse(op, "seq_id", "an id that is not in use", seq_id);
   if (tokens.empty()) refuse(op, "tokens", "at least one token", "none");
   for (size_t i = 0; i < tokens.size(); ++i) {
-    if (tokens[i] < 0) check_token(op, "tokens[" + std::to_string(i) + "]", tokens[i]);
+    if (tokens[i] < 0) {
+      refuse(op, "tokens[" + std::to_string(i) + "]", "a token id >= 0", tokens[i]);
+    }
   }
   sequences_[seq_id].tokens = std::move(tokens);
 }
 
 void BlockManager::append(int64_t seq_id, int64_t token) {
-  Sequence& seq = sequence(seq_id, "BlockManager.append");
-  check_token("BlockManager.append", "token", token);
+  const char* const op = "BlockManager.append";
+  Sequence& seq = sequence(seq_id, op);
+  if (token < 0) refuse(op, "token", "a token id >= 0", token);
   seq.tokens.push_back(token);
 }
 
 int64_t BlockManager::match_prefix(int64_t seq_id) {
-  const std::string op = "BlockManager.match_prefix";
+  const char* const op = "BlockManager.match_prefix";
   Sequence& seq = sequence(seq_id, op);
   if (!seq.blocks.empty()) {
     refuse(op, "seq_id", "a sequence without blocks",
@@ -121,7 +120,7 @@ int64_t BlockManager::match_prefix(int64_t seq_id) {
 }
 
 bool BlockManager::reserve(int64_t seq_id, int64_t num_tokens) {
-  const std::string op = "BlockManager.reserve";
+  const char* const op = "BlockManager.reserve";
   Sequence& seq = sequence(seq_id, op);
   if (num_tokens < 0) refuse(op, "num_tokens", ">= 0", num_tokens);
 
@@ -147,7 +146,7 @@ bool BlockManager::reserve(int64_t seq_id, int64_t num_tokens) {
 }
 
 void BlockManager::commit(int64_t seq_id, int64_t num_computed) {
-  const std::string op = "BlockManager.commit";
+  const char* const op = "BlockManager.commit";
   Sequence& seq = sequence(seq_id, op);
   const int64_t limit = std::min(static_cast<int64_t>(seq.tokens.size()),
                                  static_cast<int64_t>(seq.blocks.size()) * block_size_);

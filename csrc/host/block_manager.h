@@ -55,14 +55,16 @@ class BlockManager {
 
   bool contains(int64_t seq_id) const { return sequences_.contains(seq_id); }
   // Throws, naming the operation `op`, when there is no such sequence.
-  const Sequence& sequence(int64_t seq_id, const std::string& op) const;
+  const Sequence& sequence(int64_t seq_id, const char* op) const;
   int64_t ref_count(int64_t block) const;
 
   // Throws std::runtime_error saying what is wrong.
   void check_integrity() const;
 
  private:
-  Sequence& sequence(int64_t seq_id, const std::string& op);
+  friend struct IntegrityTest;  // breaks things, to see that check_integrity notices
+
+  Sequence& sequence(int64_t seq_id, const char* op);
   void release_blocks(Sequence& sequence);
   void check_sequence(int64_t seq_id, const Sequence& sequence) const;
 

@@ -50,6 +50,8 @@ class FreeList {
   }
 
  private:
+  friend struct IntegrityTest;
+
   struct Link {
     int32_t prev = kNone;
     int32_t next = kNone;

@@ -56,14 +56,14 @@ auto locked(Result (BlockManager::*method)(Args...) const) {
 
 // A binding that reads something from one sequence.
 template <typename Function>
-auto of_sequence(const std::string& op, Function read) {
+auto of_sequence(const char* op, Function read) {
   return [op, read](SharedManager& self, int64_t seq_id) {
     return self.with([&](const BlockManager& m) { return read(m.sequence(seq_id, op)); });
   };
 }
 
 std::byte* checked_buffer(const py::buffer_info& info, int64_t nbytes) {
-  const std::string op = "BlockManager.pack";
+  const char* const op = "BlockManager.pack";
   py::ssize_t stride = info.itemsize;
   for (py::ssize_t i = info.ndim - 1; i >= 0; stride *= info.shape[i--]) {
     if (info.shape[i] > 1 && info.strides[i] != stride) {

@@ -39,6 +39,8 @@ class PrefixIndex {
   std::string fault() const;
 
  private:
+  friend struct IntegrityTest;
+
   struct Entry {
     uint64_t serial = kRoot;  // kRoot: not indexed
     uint64_t parent = kRoot;

@@ -10,7 +10,7 @@
 namespace fastinfer {
 namespace {
 
-const std::string kPack = "BlockManager.pack";
+constexpr const char* kPack = "BlockManager.pack";
 
 void check_size(const std::string& argument, int64_t size) {
   // cu_seqlens_q and seq_lens are int32, and four such factors never overflow the byte offsets.
@@ -90,6 +90,9 @@ std::vector<StepPart> step_parts(const BlockManager& manager, std::span<const in
     };
     const int64_t known = std::min(static_cast<int64_t>(seq.tokens.size()),
                                    static_cast<int64_t>(seq.blocks.size()) * manager.block_size());
+    if (known == 0) {
+      refuse(kPack, argument("seq_ids"), "a sequence with reserved blocks", seq_ids[i]);
+    }
     if (starts[i] < 0 || starts[i] >= known) {
       refuse(kPack, argument("starts"),
              "a token that is known and has a slot, 0.." + std::to_string(known - 1), starts[i]);
