@@ -31,11 +31,25 @@ TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch whose stab
 OPS_COMMON = ["csrc/schema.cpp", "csrc/build_info.cpp", "csrc/cpu/isa.cpp"]
 # Checks, choice and threading: compiled once, for the baseline instruction set.
 CPU_OPS = [
+    "csrc/cpu/activation.cpp",
+    "csrc/cpu/attention.cpp",
+    "csrc/cpu/attention_plan.cpp",
+    "csrc/cpu/kv_cache.cpp",
+    "csrc/cpu/merge.cpp",
     "csrc/cpu/norm.cpp",
+    "csrc/cpu/paged_attention.cpp",
+    "csrc/cpu/rotary.cpp",
+    "csrc/cpu/sampling.cpp",
 ]
 # Inner loops: compiled once per instruction set and chosen at run time.
 CPU_KERNELS = [
+    "csrc/cpu/activation_kernels.cpp",
+    "csrc/cpu/attention_kernels.cpp",
+    "csrc/cpu/kv_cache_kernels.cpp",
+    "csrc/cpu/merge_kernels.cpp",
     "csrc/cpu/norm_kernels.cpp",
+    "csrc/cpu/rotary_kernels.cpp",
+    "csrc/cpu/sampling_kernels.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/cuda/norm/rms_norm.cu",

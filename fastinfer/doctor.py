@@ -1,4 +1,6 @@
-"""`fastinfer doctor`: versions, driver, what was built, the devices, and each op's backend and why."""
+"""`fastinfer doctor`: versions, driver, what was built, the devices, and each op's backend and
+why.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ import importlib.metadata
 import platform
 import sys
 
-# A statically linked CUDA 13 runtime needs at least this driver (reported as 1000 * major + 10 * minor).
+# A statically linked CUDA 13 runtime needs at least this driver (reported as 1000 * major + 10 *
+# minor).
 REQUIRED_DRIVER_CUDA = 13000
 
 
 def driver_cuda_version() -> int | None:
-    """The newest CUDA version the installed driver supports, without starting a CUDA context; None without a driver."""
+    """The newest CUDA version the installed driver supports, without starting a CUDA context; None
+    without a driver.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -40,11 +45,16 @@ def _driver_line(version: int | None) -> str:
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  "
+            + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def main() -> int:
-    """Print the report; 0 when every op has a backend on the CPU, 1 when the installation is broken."""
+    """Print the report; 0 when every op has a backend on the CPU, 1 when the installation is
+    broken.
+    """
     import torch
 
     print("versions")
@@ -68,14 +78,14 @@ def main() -> int:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index}")
-        print(
-            f"  cuda:{index}  {properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB"
-        )
+        capability = f"{properties.major}.{properties.minor}"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        print(f"  cuda:{index}  {properties.name}, compute capability {capability}, {memory}")
     broken = False
     for device in devices:
         print(f"ops on {device}")
         table = backends(device)
-        broken = broken or (device == "cpu" and any(backend == "none" for backend, _ in table.values()))
+        missing = any(backend == "none" for backend, _ in table.values())
+        broken = broken or (device == "cpu" and missing)
         _print_table([(op, backend, reason) for op, (backend, reason) in table.items()])
     return 1 if broken else 0

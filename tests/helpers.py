@@ -50,7 +50,7 @@ def assert_accurate(
         f" + {floor:.3e} ({dtype_name(actual.dtype)})"
     )
     rms, rms_limit = _rms(error), multiple * _rms(allowed)
-    rms_floor = 0.5 * step * _rms(expected) + tiny
+    rms_floor = step * _rms(expected) + tiny
     assert rms <= rms_limit + rms_floor, (
         f"{what}: rms error {rms:.3e}, allowed {multiple} x {rms_limit / multiple:.3e}"
         f" + {rms_floor:.3e} ({dtype_name(actual.dtype)})"
@@ -162,7 +162,9 @@ def far_apart(x: Tensor, stride: int) -> Tensor:
     return view.copy_(x)
 
 
-def far_pool(shape: tuple[int, ...], stride: int, dtype: torch.dtype, device: str) -> Tensor:
+def far_pool(
+    shape: tuple[int, ...], stride: int, dtype: torch.dtype, device: str | torch.device
+) -> Tensor:
     """Uninitialised pages [num_blocks, ...] with stride(0) = `stride`, touched by nobody yet."""
     inner = torch.empty(shape[1:], device="meta").stride()
     size = (shape[0] - 1) * stride + math.prod(shape[1:])

@@ -99,14 +99,13 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     scores = torch.where(visible, scores, -torch.inf)
     largest = scores.amax(-1, keepdim=True)  # [H, Sq, 1]
-    if sinks is not None:
-        largest = torch.maximum(largest, sinks.to(dtype)[:, None, None])
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     weights = torch.where(visible, torch.exp(scores - largest), 0.0)
     total = weights.sum(-1, keepdim=True)
     lse = torch.log(total) + largest
     denominator = total
     if sinks is not None:
+        # A sink far above every score makes this infinite, and the weights 0: the right limit.
         denominator = total + torch.exp(sinks.to(dtype)[:, None, None] - largest)
     empty = ~visible.any(-1)[None, :, None]
     out = weighted_sum(weights / denominator.masked_fill(empty, 1.0), values, visible)
@@ -239,13 +238,12 @@ def merge_attention_states(
     """outs [S, ..., T, H, Dv], lses [S, ..., H, T] -> out [..., T, H, Dv], lse [..., H, T]."""
     lses = lses.to(dtype)
     largest = lses.amax(0)  # [..., H, T]
-    head_sinks = None if sinks is None else sinks.to(dtype)[:, None]
-    if head_sinks is not None:
-        largest = torch.maximum(largest, head_sinks)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     weights = torch.exp(lses - largest)  # [S, ..., H, T]
     total = weights.sum(0)
-    denominator = total if head_sinks is None else total + torch.exp(head_sinks - largest)
+    denominator = total
+    if sinks is not None:
+        denominator = total + torch.exp(sinks.to(dtype)[:, None] - largest)
     per_row = weights.transpose(-1, -2).unsqueeze(-1)  # [S, ..., T, H, 1]
     summed = torch.where(per_row == 0, 0.0, outs.to(dtype) * per_row).sum(0)
     empty = (total == 0).transpose(-1, -2).unsqueeze(-1)
@@ -383,8 +381,9 @@ def gelu_and_mul(
     """gelu(a) * b for x = [a, b]; gelu by erf, or by its tanh approximation."""
     a, b = x.to(dtype).chunk(2, -1)
     if tanh_approx:
+        # (1 + tanh(y)) / 2 is sigmoid(2 y), which keeps its digits where tanh is near -1.
         inner = math.sqrt(2.0 / math.pi) * (a + 0.044715 * a**3)
-        return 0.5 * a * (1.0 + torch.tanh(inner)) * b
+        return a * torch.sigmoid(2.0 * inner) * b
     # erfc keeps the digits that 1 + erf loses where a is far below zero.
     return 0.5 * a * torch.special.erfc(-a / math.sqrt(2.0)) * b
 

@@ -13,7 +13,8 @@ import pytest
 
 from fastinfer import _library
 
-# Itanium-mangled names of torch's C++ namespaces (also inside nested names) and anything of CPython.
+# Itanium-mangled names of torch's C++ namespaces (also inside nested names) and anything of
+# CPython.
 FORBIDDEN = re.compile(r"^_Z.*(3c10|2at|5torch)|^_?Py[A-Z_]")
 
 
@@ -37,7 +38,13 @@ def test_no_cpp_symbol_of_torch_and_none_of_python() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["_ZN3c105ErrorC1Ev", "_ZNK2at6Tensor4sizeEl", "_ZN5torch7LibraryC1Ev", "PyErr_SetString", "_Py_Dealloc"],
+    [
+        "_ZN3c105ErrorC1Ev",
+        "_ZNK2at6Tensor4sizeEl",
+        "_ZN5torch7LibraryC1Ev",
+        "PyErr_SetString",
+        "_Py_Dealloc",
+    ],
 )
 def test_the_pattern_catches_forbidden_names(name: str) -> None:
     assert FORBIDDEN.search(name)
@@ -50,11 +57,15 @@ def test_cuda_kernels_are_built_where_they_are_required() -> None:
     assert b"rms_norm_kernel" in _library.PATH.read_bytes()
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [("generic", {"generic"}), ("", {"generic", "avx2"})])
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [("generic", {"generic"}), ("", {"generic", "avx2"})]
+)
 def test_instruction_set_can_be_forced(wanted: str, expected: set[str]) -> None:
     code = "from fastinfer import _library; print(_library.cpu_isa())"
     env = os.environ | {"FASTINFER_CPU_ISA": wanted}
-    out = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    )
     assert out.stdout.strip() in expected
 
 
@@ -62,7 +73,8 @@ def test_import_starts_no_cuda_context_and_needs_core_packages_only() -> None:
     # A module set to None cannot be imported.
     code = (
         "import sys\n"
-        "for name in ('transformers', 'safetensors', 'tokenizers', 'gguf', 'huggingface_hub', 'jinja2', 'tqdm'):\n"
+        "extras = 'transformers safetensors tokenizers gguf huggingface_hub jinja2 tqdm'\n"
+        "for name in extras.split():\n"
         "    sys.modules[name] = None\n"
         "import torch, fastinfer, fastinfer.ops, fastinfer.doctor\n"
         "assert not torch.cuda.is_initialized()\n"

@@ -38,7 +38,9 @@ def brute_attention(q, k, v, visible, scale, softcap, sink):
     total = sum(math.exp(scores[j]) for j in seen)
     lse = math.log(total)
     total += 0.0 if sink is None else math.exp(sink)
-    out = [sum(math.exp(scores[j]) * float(v[j, d]) for j in seen) / total for d in range(v.shape[1])]
+    out = [
+        sum(math.exp(scores[j]) * float(v[j, d]) for j in seen) / total for d in range(v.shape[1])
+    ]
     return out, lse
 
 
@@ -101,7 +103,10 @@ def test_tree_mask_reaches_bit_63_and_more_queries_than_keys() -> None:
     mask = torch.zeros(64, dtype=torch.int64)
     mask[63] = -(2**63) | 1
     assert reference.popcount(mask).tolist() == [0] * 63 + [2]
-    assert reference.visible_keys(64, 64, tree_mask=mask)[63].nonzero().flatten().tolist() == [0, 63]
+    assert reference.visible_keys(64, 64, tree_mask=mask)[63].nonzero().flatten().tolist() == [
+        0,
+        63,
+    ]
     assert reference.visible_keys(64, 62, tree_mask=mask)[63].nonzero().flatten().tolist() == [61]
 
 
@@ -171,9 +176,7 @@ def test_rotary_is_a_complex_rotation_of_pairs(interleaved: bool) -> None:
     table = reference.rotary_cos_sin(torch.tensor([1.0, 0.3, 0.01, 0.5]), 5)
     out, none = reference.rotary_embedding_(q, None, positions, table, interleaved=interleaved)
     assert none is None
-    first, second = (
-        (q[..., 0:8:2], q[..., 1:8:2]) if interleaved else (q[..., :4], q[..., 4:8])
-    )
+    first, second = (q[..., 0:8:2], q[..., 1:8:2]) if interleaved else (q[..., :4], q[..., 4:8])
     angle = torch.complex(table[positions, :4].double(), table[positions, 4:].double())
     turned = torch.complex(first, second) * angle[:, None]
     got = (out[..., 0:8:2], out[..., 1:8:2]) if interleaved else (out[..., :4], out[..., 4:8])
@@ -231,7 +234,10 @@ def test_kept_tokens_equal_brute_force(top_k: int, top_p: float, min_p: float) -
 def test_gumbel_max_draws_the_softmax() -> None:
     logits = torch.randn(1, 9).expand(20000, 9)
     drawn = reference.sample(
-        logits, torch.full((20000,), 0.8), seeds=torch.arange(20000), positions=torch.zeros(20000).long()
+        logits,
+        torch.full((20000,), 0.8),
+        seeds=torch.arange(20000),
+        positions=torch.zeros(20000).long(),
     )
     counts = torch.bincount(drawn.token_ids, minlength=9)
     assert helpers.chi_square_p_value(counts, torch.softmax(logits[0] / 0.8, 0)) > 1e-3
@@ -240,5 +246,7 @@ def test_gumbel_max_draws_the_softmax() -> None:
 def test_chi_square_p_value() -> None:
     fair = torch.full((4,), 0.25)
     # chi2 = 4 * (5^2)/25 = 4 with 3 degrees of freedom: p = 0.2615
-    assert helpers.chi_square_p_value(torch.tensor([30, 20, 30, 20]), fair) == pytest.approx(0.2615, abs=1e-4)
+    assert helpers.chi_square_p_value(torch.tensor([30, 20, 30, 20]), fair) == pytest.approx(
+        0.2615, abs=1e-4
+    )
     assert helpers.chi_square_p_value(torch.tensor([1, 0]), torch.tensor([0.0, 1.0])) == 0.0

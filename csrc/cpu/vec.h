@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __F16C__
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -41,9 +41,31 @@ inline __attribute__((always_inline)) To bit_cast(From from) {
 }
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x}; }
-inline vf select(vi mask, vf a, vf b) { return bit_cast<vf>((mask & bit_cast<vi>(a)) | (~mask & bit_cast<vi>(b))); }
-inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
-inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
+// Lane by lane; `mask` is the result of a comparison.
+inline vf select(vi mask, vf a, vf b) {
+#ifdef __AVX2__
+  return bit_cast<vf>(
+      _mm256_blendv_ps(bit_cast<__m256>(b), bit_cast<__m256>(a), bit_cast<__m256>(mask)));
+#else
+  return bit_cast<vf>((mask & bit_cast<vi>(a)) | (~mask & bit_cast<vi>(b)));
+#endif
+}
+
+// a > b ? a : b and a < b ? a : b, so b where one of them is NaN.
+inline vf vmax(vf a, vf b) {
+#ifdef __AVX2__
+  return bit_cast<vf>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+#else
+  return select(a > b, a, b);
+#endif
+}
+inline vf vmin(vf a, vf b) {
+#ifdef __AVX2__
+  return bit_cast<vf>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 // ---- scalar conversions (round to nearest even, NaN stays NaN)
 
@@ -99,9 +121,14 @@ inline vf load(const float* p) {
   return v;
 }
 inline vf load(const bf16* p) {
+#ifdef __AVX2__
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return bit_cast<vf>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+#else
   vh h;
   std::memcpy(&h, p, sizeof(h));
   return bit_cast<vf>(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 inline vf load(const fp16* p) {
 #ifdef __F16C__
@@ -116,11 +143,17 @@ inline vf load(const fp16* p) {
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 inline void store(bf16* p, vf v) {
   const vu bits = bit_cast<vu>(v);
-  const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-  const vi nan = v != v;
-  const vu result = (bit_cast<vu>(nan) & (bits >> 16 | 0x40)) | (~bit_cast<vu>(nan) & rounded);
+  const vf rounded = bit_cast<vf>(bits + 0x7fffu + (bits >> 16 & 1));
+  const vu result = bit_cast<vu>(select(v != v, bit_cast<vf>(bits | 0x400000u), rounded)) >> 16;
+#ifdef __AVX2__
+  const __m256i words = bit_cast<__m256i>(result);
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
   const vh h = __builtin_convertvector(result, vh);
   std::memcpy(p, &h, sizeof(h));
+#endif
 }
 inline void store(fp16* p, vf v) {
 #ifdef __F16C__
@@ -156,8 +189,8 @@ inline float max(vf v) {
 
 // e^x within about 1 ulp: x = n ln2 + r, a polynomial on |r| <= ln2 / 2, and 2^n in two factors so that the result may be subnormal.
 inline vf exp(vf x) {
-  x = select(x > splat(89.0f), splat(89.0f), x);
-  x = select(x < splat(-104.0f), splat(-104.0f), x);
+  x = vmin(splat(89.0f), x);
+  x = vmax(splat(-104.0f), x);
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
   const vf shifted = x * splat(1.44269504088896341f) + magic;
   const vf n = shifted - magic;
@@ -189,6 +222,49 @@ inline vf tanh(vf x) {
   const vf small = x + x * z * p;
   const vf large = splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f));
   return select(z < splat(0.35f * 0.35f), small, large);
+}
+
+// ---- integers and 8-bit floats
+
+// The nearest integer, halves to even, for |x| < 2^22; NaN gives 0.
+inline vi round_to_int(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23
+  const vi rounded = bit_cast<vi>(x + magic) - bit_cast<vi>(magic);
+  return rounded & (x == x);
+}
+
+// float8_e4m3fn codes (0..255) of |x| <= 448, to nearest even; NaN keeps its sign.
+inline vi encode_e4m3(vf x) {
+  const vi bits = bit_cast<vi>(x);
+  const vi magnitude = bits & 0x7fffffff;
+  // Normal: drop 20 bits of mantissa with rounding, and move the exponent's bias from 127 to 7.
+  const vi normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  // Below 2^-6 codes are multiples of 2^-9, which is where the adder rounds a sum with 2^14.
+  const vi subnormal =
+      bit_cast<vi>(bit_cast<vf>(magnitude) + splat(16384.0f)) - bit_cast<vi>(splat(16384.0f));
+  vi code = magnitude < bit_cast<vi>(splat(0.015625f)) ? subnormal : normal;
+  code = x == x ? code : (vi{} + 0x7f);
+  return code | (bits >> 24 & 0x80);
+}
+
+// Values of float8_e4m3fn codes (0..255).
+inline vf decode_e4m3(vi code) {
+  const vi magnitude = code & 0x7f;
+  // Shifting the exponent field and multiplying by 2^120 also normalises subnormals.
+  const vf value = bit_cast<vf>(magnitude << 20) * splat(0x1p120f);
+  const vf number = magnitude == 0x7f ? splat(__builtin_nanf("")) : value;
+  return bit_cast<vf>(bit_cast<vi>(number) | (code & 0x80) << 24);
+}
+
+// Whether any lane of a comparison's result is set.
+inline bool any(vi mask) {
+#ifdef __AVX2__
+  return _mm256_movemask_epi8(bit_cast<__m256i>(mask)) != 0;
+#else
+  int32_t set = 0;
+  for (int i = 0; i < kLanes; ++i) set |= mask[i];
+  return set != 0;
+#endif
 }
 
 }  // namespace fastinfer::cpu::FI_ISA

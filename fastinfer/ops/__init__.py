@@ -1,15 +1,45 @@
 """Typed, documented wrappers of `torch.ops.fastinfer.*`, one file per family."""
 
+from fastinfer.ops._backend import backends, op_families, op_names
+from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
+from fastinfer.ops.attention import (
+    attention_plan_size,
+    flash_attention,
+    flash_attention_varlen,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_workspace_size,
+    plan_attention,
+)
+from fastinfer.ops.kv_cache import append_paged_kv_cache_
 from fastinfer.ops.norm import (
     fused_add_layer_norm_,
     fused_add_rms_norm_,
     layer_norm,
     rms_norm,
 )
+from fastinfer.ops.rotary import rotary_cos_sin, rotary_embedding_
+from fastinfer.ops.sampling import sample
 
 __all__ = [
+    "append_paged_kv_cache_",
+    "attention_plan_size",
+    "backends",
+    "flash_attention",
+    "flash_attention_varlen",
     "fused_add_layer_norm_",
     "fused_add_rms_norm_",
+    "gelu_and_mul",
     "layer_norm",
+    "merge_attention_states",
+    "op_families",
+    "op_names",
+    "paged_attention",
+    "paged_attention_workspace_size",
+    "plan_attention",
     "rms_norm",
+    "rotary_cos_sin",
+    "rotary_embedding_",
+    "sample",
+    "silu_and_mul",
 ]

@@ -47,7 +47,7 @@ def rms_norm(
     """
     refuse_grad("rms_norm", x=x, weight=weight)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
     _rms_norm_out(x, weight, eps, weight_offset=weight_offset, out=out)
     return out
 
@@ -103,7 +103,7 @@ def layer_norm(
     """
     refuse_grad("layer_norm", x=x, weight=weight, bias=bias)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
     _layer_norm_out(x, weight, bias, eps, weight_offset=weight_offset, out=out)
     return out
 

@@ -1,4 +1,6 @@
-"""Tests that need a GPU. Without one they are skipped by name; FASTINFER_REQUIRE_GPU=1 makes that a failure."""
+"""Tests that need a GPU. Without one they are skipped by name; FASTINFER_REQUIRE_GPU=1 makes that a
+failure.
+"""
 
 from __future__ import annotations
 

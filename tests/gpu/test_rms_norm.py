@@ -1,4 +1,6 @@
-"""The CUDA RMSNorm on a Hopper GPU: values, shapes that misalign, streams, graphs, large offsets."""
+"""The CUDA RMSNorm on a Hopper GPU: values, shapes that misalign, streams, graphs, large
+offsets.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_misaligned_base_pointer_and_column_slice(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_add_equals_the_two_steps(dtype: torch.dtype) -> None:
-    x, residual, weight = normal(9, 5120, dtype=dtype), normal(9, 5120, dtype=dtype), normal(5120, dtype=dtype)
+    x, residual, weight = (
+        normal(9, 5120, dtype=dtype),
+        normal(9, 5120, dtype=dtype),
+        normal(5120, dtype=dtype),
+    )
     total = x + residual
     expected = ops.rms_norm(total, weight, weight_offset=1.0)
     ops.fused_add_rms_norm_(x, residual, weight, weight_offset=1.0)

@@ -58,7 +58,7 @@ def qkv(
     value_dim: int | None = None,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Dense random q, k, v; a batch of None gives ragged ones."""
+    """Dense random q, k, v."""
     value_dim = head_dim if value_dim is None else value_dim
     shapes = [
         (batch, sq, heads, head_dim),

@@ -1,0 +1,168 @@
+"""The attention family against torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.harness import Case
+from fastinfer import ops
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HEADS = {"h9-3/d64": (9, 3, 64), "h32-8/d128": (32, 8, 128)}
+
+
+def sdpa(q, k, v, causal):
+    """On [S, H, D] views; torch repeats the KV heads itself."""
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flash_attention_causal(record, suite, dtype, heads, length):
+    h, hk, d = HEADS[heads]
+
+    def make():
+        return tuple(
+            torch.randn(1, length, n, d, device=suite.device).to(DTYPES[dtype]) for n in (h, hk, hk)
+        )
+
+    record(
+        Case(
+            name=f"flash_attention/{dtype}/s{length}/causal/{heads}",
+            make=make,
+            run=lambda q, k, v: ops.flash_attention(q, k, v, causal=True),
+            peers={"sdpa": lambda q, k, v: sdpa(q, k, v, True)},
+            flops=2 * length * length * h * d,
+        )
+    )
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flash_attention_varlen(record, suite, dtype, heads):
+    h, hk, d = HEADS[heads]
+    lengths = [17, 200, 64, 511]
+    cu = (
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(suite.device)
+    )
+    starts = cu.tolist()
+
+    def make():
+        return tuple(
+            torch.randn(sum(lengths), n, d, device=suite.device).to(DTYPES[dtype])
+            for n in (h, hk, hk)
+        )
+
+    def each(q, k, v):
+        spans = pairwise(starts)
+        return [sdpa(q[a:b], k[a:b], v[a:b], True) for a, b in spans]
+
+    record(
+        Case(
+            name=f"flash_attention_varlen/{dtype}/4seqs/causal/{heads}",
+            make=make,
+            run=lambda q, k, v: ops.flash_attention_varlen(
+                q, k, v, cu, cu, max_seqlen_q=512, max_seqlen_k=512, causal=True
+            ),
+            peers={"sdpa": each},
+        )
+    )
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8kv", "fp8kv"])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1024), (8, 1024), (8, 8192)])
+def test_paged_attention_decode(record, suite, kv, batch, length):
+    """One query token a sequence. The peer reads contiguous 16- or 32-bit keys and values: it has
+    no pages.
+    """
+    h, hk, d, block = 32, 8, 128, 16
+    storage = {"int8kv": torch.int8, "fp8kv": torch.float8_e4m3fn}.get(kv, DTYPES.get(kv))
+    dtype = torch.float32 if kv == "fp32" else torch.bfloat16
+    blocks = batch * length // block
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=suite.device)
+    lens = torch.full((batch,), length, dtype=torch.int32, device=suite.device)
+
+    def make():
+        pages = [torch.randn(blocks, hk, block, d, device=suite.device) for _ in range(2)]
+        scales = [None, None]
+        if kv.endswith("kv"):
+            scales = [torch.ones(blocks, hk, block, device=suite.device) for _ in range(2)]
+        table = torch.randperm(blocks, device=suite.device).to(torch.int32).view(batch, -1)
+        q = torch.randn(batch, h, d, device=suite.device).to(dtype)
+        dense = [torch.randn(batch, length, hk, d, device=suite.device).to(dtype) for _ in range(2)]
+        return q, *(p.to(storage) for p in pages), table, *scales, *dense
+
+    def run(q, k_cache, v_cache, table, k_scale, v_scale, k, v):
+        return ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            table,
+            cu,
+            lens,
+            max_seqlen_q=1,
+            max_seqlen_k=length,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def peer(q, k_cache, v_cache, table, k_scale, v_scale, k, v):
+        return sdpa(q.unsqueeze(1), k, v, False)
+
+    record(
+        Case(
+            name=f"paged_attention/{kv}/{batch}x{length}/b{block}/q1",
+            make=make,
+            run=run,
+            peers={"sdpa": peer},
+            bytes_moved=2 * batch * length * hk * d * storage.itemsize,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_attention_states(record, suite, dtype):
+    states, tokens, heads, dim = 2, 512, 32, 128
+
+    def make():
+        outs = torch.randn(states, tokens, heads, dim, device=suite.device).to(DTYPES[dtype])
+        return outs, torch.randn(states, heads, tokens, device=suite.device)
+
+    def eager(outs, lses):
+        total = torch.logsumexp(lses, 0)
+        weights = torch.exp(lses - total).transpose(1, 2).unsqueeze(-1)
+        return (outs * weights).sum(0).to(outs.dtype), total
+
+    record(
+        Case(
+            name=f"merge_attention_states/{dtype}/{states}x{tokens}x{heads}x{dim}",
+            make=make,
+            run=ops.merge_attention_states,
+            peers={"eager": eager},
+            bytes_moved=(states + 1) * tokens * heads * dim * DTYPES[dtype].itemsize,
+        )
+    )
+
+
+def test_plan_attention(record, suite):
+    batch = 64
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=suite.device)
+
+    def run(lens):
+        return ops.plan_attention(
+            cu, lens, total_q=batch, num_heads=32, num_kv_heads=8, max_seqlen_q=1, max_seqlen_k=8192
+        )
+
+    record(
+        Case(
+            name=f"plan_attention/{batch}seqs",
+            make=lambda: (torch.randint(1, 8193, (batch,), device=suite.device).int(),),
+            run=run,
+        )
+    )

@@ -1,0 +1,67 @@
+"""append_paged_kv_cache_ against an indexed assignment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.harness import Case
+from fastinfer import ops
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8kv": torch.int8,
+    "fp8kv": torch.float8_e4m3fn,
+}
+HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_paged_kv_cache_(record, suite, dtype, tokens):
+    storage = DTYPES[dtype]
+    quantized = dtype.endswith("kv")
+    source = torch.float32 if quantized else storage
+    num_blocks = 2 * max(1, tokens // BLOCK_SIZE) + 1
+
+    def make():
+        k, v = (
+            torch.randn(tokens, HEADS, HEAD_DIM, device=suite.device).to(source) for _ in range(2)
+        )
+        shape = (num_blocks, HEADS, BLOCK_SIZE, HEAD_DIM)
+        caches = [torch.zeros(shape, device=suite.device).to(storage) for _ in range(2)]
+        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=suite.device)[:tokens]
+        scales = (
+            [torch.ones(shape[:3], device=suite.device) for _ in range(2)]
+            if quantized
+            else [None, None]
+        )
+        return k, v, *caches, slots, *scales
+
+    def run(k, v, k_cache, v_cache, slots, k_scale, v_scale):
+        ops.append_paged_kv_cache_(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+    def eager(k, v, k_cache, v_cache, slots, k_scale, v_scale):
+        block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+            if scale is not None:
+                largest = 127.0 if cache.dtype == torch.int8 else 448.0
+                new = (x.abs().amax(-1) / largest).clamp(min=1e-12)
+                scale[block, :, offset] = new
+                x = x / new.unsqueeze(-1)
+                x = (x.round() if cache.dtype == torch.int8 else x).to(cache.dtype)
+            if cache.dtype == torch.float8_e4m3fn:
+                cache.view(torch.int8)[block, :, offset] = x.view(torch.int8)
+            else:
+                cache[block, :, offset] = x
+
+    record(
+        Case(
+            name=f"append_paged_kv_cache_/{dtype}/{tokens}x{HEADS}x{HEAD_DIM}/b{BLOCK_SIZE}",
+            make=make,
+            run=run,
+            peers={"eager": eager},
+            bytes_moved=2 * tokens * HEADS * HEAD_DIM * (source.itemsize + storage.itemsize),
+        )
+    )

@@ -1,0 +1,45 @@
+"""rotary_embedding_ against the usual eager composition (rotate_half)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.harness import Case
+from fastinfer import ops
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD_DIM, POSITIONS = 128, 4096
+
+
+def eager(q, k, positions, cos_sin):
+    cos, sin = cos_sin[positions].to(q.dtype).chunk(2, dim=-1)
+    cos, sin = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((sin, sin), -1).unsqueeze(1)
+    for x in (q, k):
+        first, second = x.chunk(2, dim=-1)
+        x.copy_(x * cos + torch.cat((-second, first), -1) * sin)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_(record, suite, dtype, tokens):
+    heads, kv_heads = 32, 8
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    cos_sin = ops.rotary_cos_sin(inv_freq, POSITIONS).to(suite.device)
+
+    def make():
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, HEAD_DIM, device=suite.device).to(
+            DTYPES[dtype]
+        )
+        positions = torch.randint(POSITIONS, (tokens,), device=suite.device)
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], positions, cos_sin
+
+    record(
+        Case(
+            name=f"rotary_embedding_/{dtype}/{tokens}x{heads}-{kv_heads}x{HEAD_DIM}",
+            make=make,
+            run=ops.rotary_embedding_,
+            peers={"eager": eager},
+            bytes_moved=2 * tokens * (heads + kv_heads) * HEAD_DIM * DTYPES[dtype].itemsize,
+        )
+    )

@@ -1,0 +1,70 @@
+// CPU: silu_and_mul, gelu_and_mul.
+#include "../checks/activation.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "activation_kernels.h"
+#include "elements.h"
+#include "parallel.h"
+
+namespace fastinfer::cpu {
+namespace {
+
+void run(const ActivationProblem& p, const ActivationFunction (&functions)[3]) {
+  if (p.width == 0) return;
+  // Items are pieces of rows, so that one wide row is shared by the threads as well.
+  constexpr int64_t kPiece = 2048;
+  const int64_t pieces = (p.width + kPiece - 1) / kPiece;
+  const int64_t size = p.dtype == ScalarType::Float ? 4 : 2;
+  const ActivationFunction function = functions[element_index(p.dtype)];
+  parallel_for(p.x_rows.count * pieces, std::min(p.width, kPiece), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / pieces;
+      const int64_t first = item % pieces * kPiece;
+      const char* gate = static_cast<const char*>(p.x) + (p.x_rows.offset(row) + first) * size;
+      char* out = static_cast<char*>(p.out) + (p.out_rows.offset(row) + first) * size;
+      function(gate, gate + p.width * size, out, std::min(kPiece, p.width - first));
+    }
+  });
+}
+
+Tensor new_output(const Tensor& x) {
+  FI_CHECK(x.dim() >= 1, "silu_and_mul", "x: expected at least 1 dimension, got a scalar");
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() /= 2;
+  return torch::stable::new_empty(x, sizes);
+}
+
+void silu_and_mul_out(const Tensor& x, const Tensor& out) {
+  run(check_activation("silu_and_mul", x, out), activation_kernels().silu);
+}
+
+Tensor silu_and_mul(const Tensor& x) {
+  Tensor out = new_output(x);
+  silu_and_mul_out(x, out);
+  return out;
+}
+
+void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
+  run(check_activation("gelu_and_mul", x, out),
+      tanh_approx ? activation_kernels().gelu_tanh : activation_kernels().gelu_erf);
+}
+
+Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
+  Tensor out = new_output(x);
+  gelu_and_mul_out(x, tanh_approx, out);
+  return out;
+}
+
+}  // namespace
+}  // namespace fastinfer::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  using namespace fastinfer::cpu;
+  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));
+  m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
+  m.impl("gelu_and_mul.out", TORCH_BOX(&gelu_and_mul_out));
+}

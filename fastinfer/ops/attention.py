@@ -1,0 +1,537 @@
+"""Attention: dense, ragged and paged, its plans, and the merging of partial results.
+
+One definition serves the three ops. For query i and key j of one sequence and one head
+
+    s_ij  = scale * q_i . k_j                       (softcap c > 0: s_ij = c * tanh(s_ij / c))
+    out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) [+ exp(sink)])
+    lse_i = ln sum_j exp(s_ij)                      (natural logarithm, without the sink)
+
+over the keys j that query i sees. With Sq queries and Sk keys query i stands at position
+p_i = Sk - Sq + i, so the last query stands at the last key (bottom right). It sees key j if
+
+    j <= p_i                  with causal=True (the same as window_right=0),
+    j >= p_i - window_left    with window_left >= 0,
+    j <= p_i + window_right   with window_right >= 0 and causal=False.
+
+A `tree_mask` (speculative verification) takes the place of causal among the step's own tokens, which
+are the last Sq keys: query i sees all keys before them, and of them those whose bit is set in its
+mask. A mask holds the token itself and its ancestors, so a token's position is
+Sk - Sq + popcount(mask) - 1, and windows compare those positions.
+
+A query that sees nothing gives out 0 and lse -inf. Keys and values that no query sees are never read,
+so they may hold anything, NaN as well. Query heads h share KV head h // (H // Hk) (grouped queries).
+Everything is computed in float32 and rounded once. With batch_invariant=True a row has the same bits
+whatever else is in the batch; without it, long key ranges may be cut to keep all threads busy, and
+where depends on the batch.
+
+Errors are ValueError and name the op, the argument, what was expected and what came. None of the ops
+has a derivative: tensors that require grad are refused while grad mode is on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
+from fastinfer.ops._common import check, check_out, refuse_grad
+
+_ops = torch.ops.fastinfer
+_flash_attention_out = _ops.flash_attention.out
+_flash_attention_varlen_out = _ops.flash_attention_varlen.out
+_paged_attention_out = _ops.paged_attention.out
+_plan_attention_out = _ops.plan_attention.out
+_merge_attention_states_out = _ops.merge_attention_states.out
+
+Size = int | torch.SymInt
+
+# The constants of csrc/checks/attention_plan.h.
+_PLAN_COLUMNS = 8
+_PLAN_HEADER_ROWS = 2
+_PLAN_MIN_TILE_ROWS = 16
+_PLAN_MIN_SPLIT = 256
+_PLAN_MAX_PARTIAL_ROWS = 1024
+
+
+def _plan_partial_rows(total_q: Size, max_seqlen_k: Size) -> Size:
+    splits = (max_seqlen_k + _PLAN_MIN_SPLIT - 1) // _PLAN_MIN_SPLIT
+    return torch.sym_min(_PLAN_MAX_PARTIAL_ROWS, total_q * splits)
+
+
+def attention_plan_size(
+    num_sequences: Size,
+    total_q: Size,
+    num_heads: Size,
+    num_kv_heads: Size,
+    max_seqlen_k: Size,
+) -> Size:
+    """Rows of a plan tensor [rows, 8]: a function of shapes and declared maxima, never of lengths.
+
+    The arguments are those of `plan_attention`, num_sequences being the length of seq_lens.
+    """
+    tile_tokens = torch.sym_max(1, _PLAN_MIN_TILE_ROWS // (num_heads // num_kv_heads))
+    tiles = total_q // tile_tokens + num_sequences
+    return _PLAN_HEADER_ROWS + tiles + _plan_partial_rows(total_q, max_seqlen_k)
+
+
+def paged_attention_workspace_size(
+    total_q: Size, num_heads: Size, value_dim: Size, max_seqlen_k: Size
+) -> Size:
+    """Elements of a `workspace` that is large enough for any lengths within these sizes.
+
+    total_q, num_heads: of q [total_q, num_heads, head_dim]; value_dim: of v_cache; max_seqlen_k: as declared.
+    """
+    return _plan_partial_rows(total_q, max_seqlen_k) * num_heads * (value_dim + 1)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a dense batch; the formula is at the head of this module.
+
+    Args:
+        q: [B, Sq, H, D], fp32, bf16 or fp16; D is 1 to 512. Any strides with a dense last dimension,
+            here and for all float tensors, so [B, H, S, D] storage is a transposed view.
+        k: [B, Sk, Hk, D] in q's dtype; H is a multiple of Hk.
+        v: [B, Sk, Hk, Dv] in q's dtype; Dv is 1 to 512 and may differ from D.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        causal: a query sees no key after its own position.
+        window_left, window_right: how many positions before and after its own a query sees; -1 is no
+            limit.
+        softcap: c in c * tanh(s / c), in units of the scaled score; 0 is off.
+        sinks: fp32 [H], a logit per head that takes part in the denominator of `out` alone.
+        tree_mask: int64 [B, Sq], Sq <= 64; bit j of a query's mask: it sees query token j.
+        batch_invariant: a row's bits do not depend on the rest of the batch.
+        out: [B, Sq, H, Dv] in q's dtype; receives the result.
+        lse: fp32 [B, H, Sq]; receives the log-sum-exp.
+
+    Returns:
+        (out, lse).
+
+    Dao et al., "FlashAttention", 2022; Dao, "FlashAttention-2", 2023; Milakov and Gimelshein,
+    "Online normalizer calculation for softmax", 2018; sinks: Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", 2023; tree masks: Miao et al., "SpecInfer", 2023.
+    """
+    refuse_grad("flash_attention", q=q, k=k, v=v, sinks=sinks)
+    out, lse = _outputs("flash_attention", q, "v", v, True, out, lse)
+    _flash_attention_out(
+        q, k, v, scale=scale, causal=causal, window_left=window_left, window_right=window_right,
+        softcap=softcap, sinks=sinks, tree_mask=tree_mask, batch_invariant=batch_invariant, out=out,
+        lse=lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Sequence b has queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]) and keys
+    [cu_seqlens_k[b], cu_seqlens_k[b + 1]); either may be empty.
+
+    Args:
+        q: [Tq, H, D], fp32, bf16 or fp16; D is 1 to 512.
+        k: [Tk, Hk, D] in q's dtype; H is a multiple of Hk.
+        v: [Tk, Hk, Dv] in q's dtype; Dv is 1 to 512.
+        cu_seqlens_q: int32 [B + 1], contiguous, from 0 to Tq, never decreasing.
+        cu_seqlens_k: int32 [B + 1], contiguous, from 0 to Tk, never decreasing.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's length; on the CPU a longer
+            sequence is refused.
+        tree_mask: int64 [Tq], at most 64 queries a sequence.
+        out: [Tq, H, Dv] in q's dtype; receives the result.
+        lse: fp32 [H, Tq]; receives the log-sum-exp.
+        scale, causal, window_left, window_right, softcap, sinks, batch_invariant: as in
+            `flash_attention`.
+
+    Returns:
+        (out, lse).
+
+    Dao et al., "FlashAttention", 2022; Dao, "FlashAttention-2", 2023.
+    """
+    refuse_grad("flash_attention_varlen", q=q, k=k, v=v, sinks=sinks)
+    out, lse = _outputs("flash_attention_varlen", q, "v", v, False, out, lse)
+    _flash_attention_varlen_out(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        scale=scale, causal=causal, window_left=window_left, window_right=window_right,
+        softcap=softcap, sinks=sinks, tree_mask=tree_mask, batch_invariant=batch_invariant, out=out,
+        lse=lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    batch_invariant: bool = False,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ragged queries over a paged cache.
+
+    Decoding (1 query), a chunk of a prompt, and verification of drafted tokens are the same op with
+    different numbers of queries, and may be mixed in one call. The step's own keys and values are in
+    the cache already (`append_paged_kv_cache_`).
+
+    Args:
+        q: [T, H, D], fp32, bf16 or fp16; D is 1 to 512.
+        k_cache: [num_blocks, Hk, block_size, D], block_size a multiple of 8 from 8 to 512; q's dtype,
+            int8 or float8_e4m3fn. Any strides with a dense last dimension.
+        v_cache: [num_blocks, Hk, block_size, Dv]; its dtype is independent of k_cache's.
+        block_table: int32 [B, max_blocks], any strides. Entry i of row b is the block of sequence b's
+            tokens [i * block_size, (i + 1) * block_size). Entries past its length may hold anything.
+        cu_seqlens_q: int32 [B + 1], contiguous: sequence b's queries are
+            [cu_seqlens_q[b], cu_seqlens_q[b + 1]), the last tokens of the sequence.
+        seq_lens: int32 [B], contiguous: tokens of each sequence in the cache, this step's included.
+        max_seqlen_q, max_seqlen_k: at least the largest number of queries and the largest length. On
+            the CPU larger lengths, and used blocks outside the cache, are refused.
+        causal: on by default, unlike in the other two ops.
+        tree_mask: int64 [T], at most 64 queries a sequence.
+        k_scale, v_scale: fp32 factor of a quantized cache, value = scale * stored:
+            [num_blocks, Hk, block_size] (per token and head) or [Hk] (per head).
+        plan: what `plan_attention` made for the same lengths, heads, maxima and windows; None plans
+            inside.
+        workspace: fp32, contiguous, at least `paged_attention_workspace_size(...)` elements of
+            scratch space; None allocates what the plan needs.
+        out: [T, H, Dv] in q's dtype; receives the result.
+        lse: fp32 [H, T]; receives the log-sum-exp.
+        scale, window_left, window_right, softcap, sinks, batch_invariant: as in `flash_attention`.
+
+    Returns:
+        (out, lse).
+
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    2023; Dao et al., "Flash-Decoding for long-context inference", 2023; Miao et al., "SpecInfer", 2023.
+    """
+    refuse_grad("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    out, lse = _outputs("paged_attention", q, "v_cache", v_cache, False, out, lse)
+    _paged_attention_out(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, window_left=window_left,
+        window_right=window_right, softcap=softcap, sinks=sinks, tree_mask=tree_mask,
+        k_scale=k_scale, v_scale=v_scale, plan=plan, batch_invariant=batch_invariant,
+        workspace=workspace, out=out, lse=lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def plan_attention(
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    total_q: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Plans a step of `paged_attention` once for all layers that have the same heads and windows.
+
+    A plan lists which query tokens attend to which piece of their sequence's keys, so that all
+    processors have about equal work. It is opaque; csrc/checks/attention_plan.h describes it.
+
+    Args:
+        cu_seqlens_q: int32 [B + 1], as in `paged_attention`.
+        seq_lens: int32 [B], as in `paged_attention`.
+        total_q: T, the number of query tokens.
+        num_heads, num_kv_heads: H and Hk.
+        max_seqlen_q, max_seqlen_k, causal, window_left, window_right, batch_invariant: as
+            `paged_attention` will be called. A tree mask needs nothing special.
+        out: int32 [attention_plan_size(...), 8], contiguous; receives the plan.
+
+    Returns:
+        int32 [attention_plan_size(...), 8] (`out` if given).
+    """
+    if out is None:
+        rows = attention_plan_size(
+            seq_lens.shape[0], total_q, num_heads, num_kv_heads, max_seqlen_k
+        )
+        out = seq_lens.new_empty((rows, _PLAN_COLUMNS), dtype=torch.int32)
+    _plan_attention_out(
+        cu_seqlens_q, seq_lens, total_q=total_q, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_left=window_left,
+        window_right=window_right, batch_invariant=batch_invariant, out=out,
+    )  # fmt: skip
+    return out
+
+
+def merge_attention_states(
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merges attention results over disjoint sets of keys into the result over all of them.
+
+        out = sum_s exp(lse_s) out_s / (sum_s exp(lse_s) [+ exp(sink)])
+        lse = ln sum_s exp(lse_s)
+
+    A result with lse -inf is empty: its `out` is ignored and may be NaN. If all are empty the merged
+    row is 0 with lse -inf.
+
+    Args:
+        outs: [S, T, H, Dv] or dense [S, B, Sq, H, Dv], fp32, bf16 or fp16; S >= 1, Dv is 1 to 512.
+        lses: fp32 [S, H, T] or [S, B, H, Sq], as the attention ops return them.
+        sinks: fp32 [H]. A sink enters once: here, and not in the results that are merged.
+        out: [T, H, Dv] or [B, Sq, H, Dv] in outs' dtype; receives the result.
+        lse: fp32 [H, T] or [B, H, Sq]; receives the log-sum-exp.
+
+    Returns:
+        (out, lse).
+
+    Ye et al., "Cascade Inference", 2024; Dao et al., "Flash-Decoding", 2023.
+    """
+    op = "merge_attention_states"
+    refuse_grad(op, outs=outs, lses=lses, sinks=sinks)
+    check(op, outs.dim() >= 1, "outs: expected at least 1 dimension, got a scalar")
+    check(op, lses.dim() >= 1, "lses: expected at least 1 dimension, got a scalar")
+    out = outs.new_empty(outs.shape[1:]) if out is None else out
+    lse = lses.new_empty(lses.shape[1:]) if lse is None else lse
+    _merge_attention_states_out(outs, lses, sinks=sinks, out=out, lse=lse)
+    return out, lse
+
+
+# ---- outputs and fake implementations
+
+
+def _output_shapes(
+    op: str, q: Tensor, v_name: str, v: Tensor, dense: bool
+) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
+    """Shapes of out and lse; `v` holds the values."""
+    rank = 4 if dense else 3
+    check(op, q.dim() == rank, f"q: expected {rank} dimensions, got shape {tuple(q.shape)}")
+    check(op, v.dim() >= 1, f"{v_name}: expected at least 1 dimension, got a scalar")
+    if dense:
+        batch, seqlen, heads, _ = q.shape
+        return (batch, seqlen, heads, v.shape[-1]), (batch, heads, seqlen)
+    total, heads, _ = q.shape
+    return (total, heads, v.shape[-1]), (heads, total)
+
+
+def _outputs(
+    op: str, q: Tensor, v_name: str, v: Tensor, dense: bool, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse, allocated where they are not given."""
+    if out is None or lse is None:
+        out_shape, lse_shape = _output_shapes(op, q, v_name, v, dense)
+        out = q.new_empty(out_shape) if out is None else out
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if lse is None else lse
+    return out, lse
+
+
+def _fake_outputs(
+    op: str, q: Tensor, k: Tensor, v: Tensor, rank: int, v_name: str, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    check(op, q.is_floating_point(), f"q: expected a float dtype, got {q.dtype}")
+    out, lse = _outputs(op, q, v_name, v, rank == 4 and v_name == "v", None, None)
+    check(op, k.dim() == rank, f"k: expected {rank} dimensions, got shape {tuple(k.shape)}")
+    check(op, v.dim() == rank, f"v: expected {rank} dimensions, got shape {tuple(v.shape)}")
+    check(op, k.shape[-1] == q.shape[-1], f"k: expected head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if sinks is not None:
+        check_out(op, "sinks", sinks, (q.shape[-2],), torch.float32)
+    return out, lse
+
+
+def _check_outputs(op: str, expected: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+    check_out(op, "out", out, tuple(expected[0].shape), expected[0].dtype)
+    check_out(op, "lse", lse, tuple(expected[1].shape), expected[1].dtype)
+
+
+@torch.library.register_fake("fastinfer::flash_attention")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_options: object
+) -> tuple[Tensor, Tensor]:
+    return _fake_outputs("flash_attention", q, k, v, 4, "v", sinks)
+
+
+@torch.library.register_fake("fastinfer::flash_attention.out")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    **_options: object,
+) -> None:
+    op = "flash_attention"
+    _check_outputs(op, _fake_outputs(op, q, k, v, 4, "v", sinks), out, lse)
+
+
+@torch.library.register_fake("fastinfer::flash_attention_varlen")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    **_options: object,
+) -> tuple[Tensor, Tensor]:
+    return _fake_outputs("flash_attention_varlen", q, k, v, 3, "v", sinks)
+
+
+@torch.library.register_fake("fastinfer::flash_attention_varlen.out")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    **_options: object,
+) -> None:
+    op = "flash_attention_varlen"
+    _check_outputs(op, _fake_outputs(op, q, k, v, 3, "v", sinks), out, lse)
+
+
+@torch.library.register_fake("fastinfer::paged_attention")
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    **_options: object,
+) -> tuple[Tensor, Tensor]:
+    return _fake_outputs("paged_attention", q, k_cache, v_cache, 4, "v_cache", sinks)
+
+
+@torch.library.register_fake("fastinfer::paged_attention.out")
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    **_options: object,
+) -> None:
+    op = "paged_attention"
+    _check_outputs(op, _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks), out, lse)
+
+
+def _plan_shape(
+    seq_lens: Tensor, total_q: Size, num_heads: Size, num_kv_heads: Size, max_seqlen_k: Size
+) -> tuple[Size, Size]:
+    op = "plan_attention"
+    check(op, seq_lens.dim() == 1, f"seq_lens: expected [batch], got {tuple(seq_lens.shape)}")
+    rows = attention_plan_size(seq_lens.shape[0], total_q, num_heads, num_kv_heads, max_seqlen_k)
+    return rows, _PLAN_COLUMNS
+
+
+@torch.library.register_fake("fastinfer::plan_attention")
+def _(
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    total_q: Size,
+    num_heads: Size,
+    num_kv_heads: Size,
+    max_seqlen_q: Size,
+    max_seqlen_k: Size,
+    **_options: object,
+) -> Tensor:
+    shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
+    return seq_lens.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("fastinfer::plan_attention.out")
+def _(
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    total_q: Size,
+    num_heads: Size,
+    num_kv_heads: Size,
+    max_seqlen_q: Size,
+    max_seqlen_k: Size,
+    out: Tensor,
+    **_options: object,
+) -> None:
+    shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
+    check_out("plan_attention", "out", out, shape, torch.int32)
+
+
+@torch.library.register_fake("fastinfer::merge_attention_states")
+def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    op = "merge_attention_states"
+    check(op, outs.dim() in (4, 5), f"outs: expected 4 or 5 dimensions, got {tuple(outs.shape)}")
+    check(op, lses.dim() == outs.dim() - 1, f"lses: expected {outs.dim() - 1} dimensions")
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+@torch.library.register_fake("fastinfer::merge_attention_states.out")
+def _(
+    outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tensor, lse: Tensor
+) -> None:
+    op = "merge_attention_states"
+    check_out(op, "out", out, tuple(outs.shape[1:]), outs.dtype)
+    check_out(op, "lse", lse, tuple(lses.shape[1:]), torch.float32)

@@ -1,0 +1,280 @@
+"""Valid arguments of every op, by name: what opcheck, compile and bad-input tests start from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers import cumulative, make_pages, random_tree_masks
+from tests.reference import rotary_cos_sin
+
+Arguments = dict[str, Any]
+
+# The arguments that receive results: of functional ops the names in `.out`, in the order returned.
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "flash_attention": ("out", "lse"),
+    "flash_attention_varlen": ("out", "lse"),
+    "paged_attention": ("out", "lse"),
+    "plan_attention": ("out",),
+    "merge_attention_states": ("out", "lse"),
+    "rms_norm": ("out",),
+    "layer_norm": ("out",),
+    "silu_and_mul": ("out",),
+    "gelu_and_mul": ("out",),
+    "sample": ("token_ids", "valid"),
+}
+# The arguments that an in-place op changes.
+MUTATED: dict[str, tuple[str, ...]] = {
+    "append_paged_kv_cache_": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "fused_add_rms_norm_": ("x", "residual"),
+    "fused_add_layer_norm_": ("x", "residual"),
+    "rotary_embedding_": ("q", "k"),
+}
+OPS = [*OUTPUTS, *MUTATED]
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 24
+
+
+def _dense(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        "q": torch.randn(2, tokens, HEADS, DIM).to(dtype),
+        "k": torch.randn(2, tokens + 4, KV_HEADS, DIM).to(dtype),
+        "v": torch.randn(2, tokens + 4, KV_HEADS, VALUE_DIM).to(dtype),
+        "causal": True,
+        "window_left": 7,
+        "softcap": 3.0,
+        "sinks": torch.randn(HEADS),
+    }
+
+
+def _dense_tree(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        **_dense(tokens, dtype),
+        "tree_mask": torch.stack([random_tree_masks(tokens) for _ in range(2)]),
+        "batch_invariant": True,
+    }
+
+
+def _counts(tokens: int) -> list[int]:
+    """Three sequences of these tokens, the middle one without any."""
+    return [1, 0, tokens - 1]
+
+
+def _varlen(tokens: int, dtype: torch.dtype) -> Arguments:
+    counts = _counts(tokens)
+    lengths = [count + 5 for count in counts]
+    return {
+        "q": torch.randn(tokens, HEADS, DIM).to(dtype),
+        "k": torch.randn(sum(lengths), KV_HEADS, DIM).to(dtype),
+        "v": torch.randn(sum(lengths), KV_HEADS, VALUE_DIM).to(dtype),
+        "cu_seqlens_q": cumulative(counts),
+        "cu_seqlens_k": cumulative(lengths),
+        "max_seqlen_q": tokens,
+        "max_seqlen_k": tokens + 5,
+        "causal": True,
+        "sinks": torch.randn(HEADS),
+    }
+
+
+def _varlen_tree(tokens: int, dtype: torch.dtype) -> Arguments:
+    masks = torch.cat([random_tree_masks(count) for count in _counts(tokens)])
+    return {**_varlen(tokens, dtype), "tree_mask": masks, "softcap": 2.0}
+
+
+def _paged(tokens: int, dtype: torch.dtype, storage: torch.dtype | None = None) -> Arguments:
+    counts = _counts(tokens)
+    pages = make_pages(
+        [40, 3, tokens + 9], num_kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM,
+        block_size=8, dtype=dtype, k_storage=storage, v_storage=storage, fill=0.0,
+    )  # fmt: skip
+    return {
+        "q": torch.randn(tokens, HEADS, DIM).to(dtype),
+        "k_cache": pages.k_cache,
+        "v_cache": pages.v_cache,
+        "block_table": pages.block_table,
+        "cu_seqlens_q": cumulative(counts),
+        "seq_lens": pages.seq_lens,
+        "max_seqlen_q": tokens,
+        "max_seqlen_k": tokens + 40,
+        "sinks": torch.randn(HEADS),
+        **pages.scales,
+    }
+
+
+def _paged_int8(tokens: int, dtype: torch.dtype) -> Arguments:
+    masks = torch.cat([random_tree_masks(count) for count in _counts(tokens)])
+    return {**_paged(tokens, dtype, torch.int8), "tree_mask": masks}
+
+
+def _plan(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        "cu_seqlens_q": cumulative(_counts(tokens)),
+        "seq_lens": torch.tensor([900, 3, tokens + 9], dtype=torch.int32),
+        "total_q": tokens,
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "max_seqlen_q": tokens,
+        "max_seqlen_k": 1000,
+    }
+
+
+def _paged_planned(tokens: int, dtype: torch.dtype) -> Arguments:
+    arguments = _paged(tokens, dtype)
+    sizes = {"total_q": tokens, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
+    plan = torch.ops.fastinfer.plan_attention(**sizes, **{n: arguments[n] for n in names})
+    return {**arguments, "plan": plan}
+
+
+def _merge(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        "outs": torch.randn(3, tokens, HEADS, VALUE_DIM).to(dtype),
+        "lses": torch.randn(3, HEADS, tokens),
+        "sinks": torch.randn(HEADS),
+    }
+
+
+def _merge_dense(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        "outs": torch.randn(3, 2, tokens, HEADS, VALUE_DIM).to(dtype),
+        "lses": torch.randn(3, 2, HEADS, tokens),
+    }
+
+
+def _append(tokens: int, dtype: torch.dtype, storage: torch.dtype | None = None) -> Arguments:
+    shape = (4, KV_HEADS, 8)
+    stored = storage or dtype
+    arguments = {
+        "k": torch.randn(tokens, KV_HEADS, DIM).to(dtype),
+        "v": torch.randn(tokens, KV_HEADS, VALUE_DIM).to(dtype),
+        "k_cache": torch.zeros(*shape, DIM).to(stored),
+        "v_cache": torch.zeros(*shape, VALUE_DIM).to(stored),
+        "slot_mapping": torch.randperm(32)[:tokens],
+    }
+    if storage is not None:
+        arguments |= {"k_scale": torch.zeros(shape), "v_scale": torch.zeros(shape)}
+    return arguments
+
+
+def _append_int8(tokens: int, dtype: torch.dtype) -> Arguments:
+    return _append(tokens, dtype, torch.int8)
+
+
+def _append_fp8(tokens: int, dtype: torch.dtype) -> Arguments:
+    return _append(tokens, dtype, torch.float8_e4m3fn)
+
+
+def _norm(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {"x": torch.randn(tokens, 40).to(dtype), "weight": torch.randn(40).to(dtype)}
+
+
+def _norm_offset(tokens: int, dtype: torch.dtype) -> Arguments:
+    x = torch.randn(tokens, 3, 40).to(dtype)
+    return {"x": x, "weight": torch.randn(40), "eps": 1e-3, "weight_offset": 1.0}
+
+
+def _layer_norm(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_norm(tokens, dtype), "bias": torch.randn(40).to(dtype)}
+
+
+def _with_residual(make: Callable[[int, torch.dtype], Arguments]) -> Callable[[int, torch.dtype], Arguments]:
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        plain = make(tokens, dtype)
+        return {**plain, "residual": torch.randn_like(plain["x"])}
+
+    return arguments
+
+
+def _activation(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {"x": torch.randn(tokens, 80).to(dtype)}
+
+
+def _gelu_tanh(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_activation(tokens, dtype), "tanh_approx": True}
+
+
+def _rotary(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        "q": torch.randn(tokens, HEADS, DIM).to(dtype),
+        "k": torch.randn(tokens, KV_HEADS, DIM).to(dtype),
+        "positions": torch.randint(0, 20, (tokens,)),
+        "cos_sin": rotary_cos_sin(torch.tensor([1.0, 0.3, 0.1, 0.01]), 20),
+        "interleaved": True,
+    }
+
+
+def _rotary_q(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_rotary(tokens, dtype), "k": None, "interleaved": False}
+
+
+def _greedy(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {"logits": torch.randn(tokens, 50).to(dtype)}
+
+
+def _sample(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {
+        **_greedy(tokens, dtype),
+        "temperature": torch.rand(tokens),
+        "top_k": torch.randint(0, 50, (tokens,), dtype=torch.int32),
+        "top_p": torch.rand(tokens) * 0.5 + 0.5,
+        "min_p": torch.rand(tokens) * 0.1,
+        "seeds": torch.arange(tokens),
+        "positions": torch.arange(tokens) + 7,
+    }
+
+
+_MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
+    "flash_attention": {"plain": _dense, "tree": _dense_tree},
+    "flash_attention_varlen": {"plain": _varlen, "tree": _varlen_tree},
+    "paged_attention": {"plain": _paged, "int8_tree": _paged_int8, "planned": _paged_planned},
+    "plan_attention": {"plain": _plan},
+    "merge_attention_states": {"plain": _merge, "dense": _merge_dense},
+    "append_paged_kv_cache_": {"plain": _append, "int8": _append_int8, "fp8": _append_fp8},
+    "rms_norm": {"plain": _norm, "offset": _norm_offset},
+    "layer_norm": {"plain": _layer_norm, "no_bias": _norm_offset},
+    "fused_add_rms_norm_": {"plain": _with_residual(_norm), "offset": _with_residual(_norm_offset)},
+    "fused_add_layer_norm_": {"plain": _with_residual(_layer_norm)},
+    "silu_and_mul": {"plain": _activation},
+    "gelu_and_mul": {"plain": _activation, "tanh": _gelu_tanh},
+    "rotary_embedding_": {"plain": _rotary, "q_only": _rotary_q},
+    "sample": {"plain": _sample, "greedy": _greedy},
+}
+
+VARIANTS = [(op, variant) for op, makers in _MAKERS.items() for variant in makers]
+
+
+def make(
+    op: str, variant: str = "plain", *, tokens: int = 5, dtype: torch.dtype = torch.float32
+) -> Arguments:
+    """Arguments of one valid call."""
+    return _MAKERS[op][variant](tokens, dtype)
+
+
+def everything(op: str) -> Arguments:
+    """Arguments of one valid call in which every tensor argument of the op is there."""
+    variant = {"paged_attention": "int8_tree", "append_paged_kv_cache_": "int8"}.get(op, "plain")
+    if op in ("flash_attention", "flash_attention_varlen"):
+        variant = "tree"
+    arguments = make(op, variant)
+    if op == "paged_attention":
+        sizes = {"total_q": 5, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+        names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
+        given = {name: arguments[name] for name in names}
+        arguments["plan"] = torch.ops.fastinfer.plan_attention(**sizes, **given)
+    return arguments
+
+
+def receivers(op: str, arguments: Arguments) -> dict[str, Tensor]:
+    """Fresh output tensors for `.out`, filled with what is not the result."""
+    results = getattr(torch.ops.fastinfer, op).default(**copied(arguments))
+    results = results if isinstance(results, tuple) else (results,)
+    return {
+        name: torch.full_like(result, 1 if result.dtype == torch.bool else -77)
+        for name, result in zip(OUTPUTS[op], results, strict=True)
+    }
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """The same call on tensors of its own."""
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}

@@ -1,0 +1,46 @@
+"""torch.library.opcheck over every overload, with real data (R32)."""
+
+import pytest
+import torch
+
+from tests.conftest import Backend
+from tests.ops.op_inputs import OUTPUTS, VARIANTS, make, receivers
+
+
+def on_device(arguments: dict, device: str) -> dict:
+    return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+
+
+@pytest.mark.parametrize(("op", "variant"), VARIANTS)
+def test_functional_and_in_place_overloads(backend: Backend, op: str, variant: str) -> None:
+    arguments = on_device(make(op, variant), backend.device)
+    torch.library.opcheck(getattr(backend.library, op).default, (), arguments)
+
+
+@pytest.mark.parametrize(("op", "variant"), [pair for pair in VARIANTS if pair[0] in OUTPUTS])
+def test_out_overloads(backend: Backend, op: str, variant: str) -> None:
+    arguments = on_device(make(op, variant), backend.device)
+    arguments |= receivers(op, arguments)
+    torch.library.opcheck(getattr(backend.library, op).out, (), arguments)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "silu_and_mul", "fused_add_rms_norm_"])
+def test_strided_input(backend: Backend, op: str) -> None:
+    """The fake gives a contiguous result for a column slice, as the kernel does."""
+    arguments = make(op)
+    for name in ("x", "residual"):
+        if name in arguments:
+            wide = torch.randn(arguments[name].shape[0], 100)
+            arguments[name] = wide[:, 3 : 3 + arguments[name].shape[1]]
+    arguments = on_device(arguments, backend.device)
+    torch.library.opcheck(getattr(backend.library, op).default, (), arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "flash_attention", "paged_attention", "append_paged_kv_cache_", "sample"]
+)
+def test_half_precision(backend: Backend, op: str, dtype: torch.dtype) -> None:
+    arguments = on_device(make(op, dtype=dtype), backend.device)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(backend.library, op).default, (), arguments, test_utils=checks)

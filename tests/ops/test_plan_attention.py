@@ -1,0 +1,121 @@
+"""plan_attention: plans give the same bits, keep their size, and are refused when they are stale."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import Backend
+from tests.helpers import assert_bit_equal, cumulative, guarded
+from tests.ops.test_paged_attention import assert_same_results, check, step
+
+
+def plan_arguments(args: list[Tensor], maxima: dict[str, int]) -> tuple[list[Tensor], dict[str, int]]:
+    sizes = {
+        "total_q": args[0].shape[0], "num_heads": args[0].shape[1],
+        "num_kv_heads": args[1].shape[1],
+    }  # fmt: skip
+    return [args[4], args[5]], {**sizes, **maxima}
+
+
+PLANNED = [{}, {"window_left": 200}, {"causal": False}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("options", PLANNED, ids=["default", "window", "not_causal", "invariant"])
+@pytest.mark.parametrize("steps", [([1, 1, 1], [1500, 30, 700]), ([1, 20, 4], [50, 20, 31]), ([], [])],
+                         ids=["decode", "mixed", "nothing"])  # fmt: skip
+def test_a_plan_made_before_gives_the_same_bits(
+    backend: Backend, options: dict[str, Any], steps: tuple[list[int], list[int]]
+) -> None:
+    args, _, maxima = step(backend, *steps, torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = backend.ops.plan_attention(*tensors, **sizes, **options)
+    assert plan.dtype == torch.int32 and plan.dim() == 2 and plan.shape[1] == 8
+    unplanned = backend.ops.paged_attention(*args, **maxima, **options)
+    planned = backend.ops.paged_attention(*args, **maxima, **options, plan=plan)
+    assert_same_results(planned, unplanned)
+    check(planned, args, {**maxima, **options})
+
+
+def test_plan_overloads_are_equal_and_fill_out(backend: Backend) -> None:
+    args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = backend.ops.plan_attention(*tensors, **sizes)
+    # One dimension is guarded, so that the plan itself stays contiguous between its canaries.
+    out = guarded((plan.numel(),), torch.int32, backend.device)
+    packet = backend.library.plan_attention
+    assert packet.out(*tensors, **sizes, out=out.view.view(-1, 8)) is None
+    assert_bit_equal(out.view.view(-1, 8), plan)
+    out.assert_untouched_around()
+    assert_bit_equal(packet.default(*tensors, **sizes), plan)
+
+
+def test_plan_size_depends_on_shapes_and_maxima_only(backend: Backend) -> None:
+    """R21: a captured step keeps its plan buffer when the lengths change."""
+    shapes = set()
+    for counts, lengths in (([1, 1, 4], [9, 9, 9]), ([4, 1, 1], [4000, 1, 300]), ([0, 2, 4], [0, 2, 4])):
+        shapes.add(
+            backend.ops.plan_attention(
+                cumulative(counts, backend.device),
+                torch.tensor(lengths, dtype=torch.int32, device=backend.device),
+                total_q=6, num_heads=4, num_kv_heads=2, max_seqlen_q=4, max_seqlen_k=4096,
+            ).shape
+        )  # fmt: skip
+    assert len(shapes) == 1
+
+
+def test_lengths_may_change_under_the_same_buffers(backend: Backend) -> None:
+    """R21: one set of buffers, refilled for other lengths, gives what fresh tensors give."""
+    maxima = {"max_seqlen_q": 1, "max_seqlen_k": 2048}
+    args, pool, _ = step(backend, [1, 1], [2000, 1], torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = backend.ops.plan_attention(*tensors, **sizes)
+    out, lse = backend.ops.paged_attention(*args, **maxima, plan=plan)
+    for lengths in ([40, 1], [1, 1], [2000, 0], [1999, 1]):
+        pool.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        backend.ops.plan_attention(*tensors, **sizes, out=plan)
+        backend.ops.paged_attention(*args, **maxima, plan=plan, out=out, lse=lse)
+        check((out, lse), args, maxima)
+
+
+STALE: dict[str, Any] = {
+    "lengths": lambda t, s, o: t[1].copy_(torch.tensor([900, 31])),
+    "counts": lambda t, s, o: t[0].copy_(torch.tensor([0, 2, 4])),
+    "heads": lambda t, s, o: s.update(num_heads=8),
+    "kv_heads": lambda t, s, o: s.update(num_kv_heads=4),
+    "max_seqlen_k": lambda t, s, o: s.update(max_seqlen_k=4000),
+    "max_seqlen_q": lambda t, s, o: s.update(max_seqlen_q=4),
+}
+
+
+@pytest.mark.parametrize("case", STALE)
+def test_a_plan_for_another_problem_is_refused(backend: Backend, case: str) -> None:
+    if backend.device != "cpu":
+        pytest.skip("the plan is read on the device, unchecked")
+    args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    tensors, options = [x.clone() for x in tensors], {}
+    STALE[case](tensors, sizes, options)
+    plan = backend.ops.plan_attention(*tensors, **sizes)
+    with pytest.raises(ValueError, match=r"paged_attention.*plan"):
+        backend.ops.paged_attention(*args, **maxima, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda plan: torch.zeros_like(plan),
+        lambda plan: torch.full_like(plan, 2**31 - 1),
+        lambda plan: plan[:-1].contiguous(),
+        lambda plan: plan[:, :7].contiguous(),
+        lambda plan: plan.long(),
+    ],
+    ids=["zeros", "absurd", "short", "narrow", "int64"],
+)
+def test_something_that_is_no_plan_is_refused(backend: Backend, spoil: Any) -> None:
+    args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = spoil(backend.ops.plan_attention(*tensors, **sizes))
+    with pytest.raises(ValueError, match=r"paged_attention.*plan"):
+        backend.ops.paged_attention(*args, **maxima, plan=plan)
