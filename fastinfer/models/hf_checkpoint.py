@@ -1,0 +1,131 @@
+"""A Hugging Face folder as a checkpoint: config.json and safetensors files, sharded or not."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fastinfer.models.checkpoint import CheckpointTensor, extra
+from fastinfer.models.config import ModelConfig
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLED_MESSAGE = (
+    "a pickled checkpoint is refused, since loading it runs code from the file; "
+    "convert it to safetensors"
+)
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class HFCheckpoint:
+    """Config and weights of a folder.
+
+    Raises:
+        FileNotFoundError: config.json, the weights, or a shard that the index names is missing.
+        ValueError: a damaged or truncated file, a pickled checkpoint, or what `ModelConfig`
+            refuses; with the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_config(path)
+        self._files = _weight_files(path)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        """Every tensor of the folder; each is read when it is copied."""
+        safetensors = extra("safetensors", "reading safetensors files")
+        for path, names in self._files.items():
+            try:
+                file = safetensors.safe_open(path, framework="pt")
+            except (safetensors.SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"safetensors file {path}: damaged or truncated ({error})"
+                ) from error
+            with file:
+                held = set(file.keys())
+                for name in sorted(held) if names is None else names:
+                    if name not in held:
+                        raise ValueError(
+                            f"safetensors file {path}: tensor {name} is missing, which {_INDEX} "
+                            "places there"
+                        )
+                    header = file.get_slice(name)
+                    yield CheckpointTensor(
+                        name,
+                        name,
+                        tuple(header.get_shape()),
+                        header.get_dtype(),
+                        header.get_dtype() in _FLOATS,
+                        functools.partial(_copy, file, name),
+                    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError with the path if it holds no valid one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object expected, got {type(value).__name__}")
+    return value
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The config of a folder; what generation_config.json says about the end of text goes first."""
+    file = path / "config.json"
+    if not file.is_file():
+        held = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; it holds {held[0]}: pass that file" if held else ""
+        raise FileNotFoundError(f"model folder {path}: there is no config.json{hint}")
+    fields = read_json(file)
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            fields["eos_token_id"] = eos
+    try:
+        return ModelConfig.from_hf(fields)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _weight_files(path: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files and the tensors to take from each (None: all)."""
+    if (path / _SINGLE).is_file():
+        return {path / _SINGLE: None}
+    index = path / _INDEX
+    if not index.is_file():
+        pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED_SUFFIXES)
+        if pickled:
+            raise ValueError(f"model folder {path}: {pickled[0]}: {PICKLED_MESSAGE}")
+        raise FileNotFoundError(f"model folder {path}: neither {_SINGLE} nor {_INDEX} is there")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: the key 'weight_map' is missing or empty")
+    files: dict[Path, list[str] | None] = {}
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or Path(shard).name != shard
+            or not shard.endswith(".safetensors")
+        ):
+            raise ValueError(
+                f"{index}: {name}: a safetensors file beside it expected, got {shard!r}"
+            )
+        if not (path / shard).is_file():
+            raise FileNotFoundError(f"{index}: the shard {shard} is missing")
+        names = files.setdefault(path / shard, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+def _copy(file: Any, name: str, out: Tensor) -> None:
+    out.copy_(file.get_tensor(name))

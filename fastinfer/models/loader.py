@@ -1,0 +1,199 @@
+"""Builds a decoder and fills it: `load`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastinfer.models.checkpoint import CheckpointTensor
+from fastinfer.models.config import DTYPES, ModelConfig
+from fastinfer.models.decoder import Decoder
+from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
+from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config
+from fastinfer.models.source import resolve
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What `load` returns."""
+
+    config: ModelConfig
+    decoder: Decoder
+    dtype: torch.dtype
+    max_model_len: int
+    tokenizer_source: Path | None
+    """What `load_tokenizer` takes; None for a model made from a `ModelConfig` alone."""
+
+
+class Checkpoint(Protocol):
+    """A source of weights."""
+
+    path: Path
+    config: ModelConfig
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        """Every tensor it holds."""
+        ...
+
+
+def load(
+    model: str | Path | ModelConfig,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    load_format: str = "auto",
+) -> LoadedModel:
+    """Loads a model for inference.
+
+    Args:
+        model: a folder with safetensors, a GGUF file, a hub id, or "smollm2"; with load_format
+            "dummy" also a `ModelConfig`, or a folder with config.json alone.
+        dtype: of weights and activations: a torch dtype or its name; "auto" is float32 on the CPU
+            and elsewhere what the checkpoint was saved in.
+        device: where the weights go.
+        max_model_len: tokens a sequence may have; None: what the model was made for.
+        load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+
+    Raises:
+        FileNotFoundError: the model, or a file of it, is missing.
+        ValueError: a damaged, pickled, unknown or unsupported checkpoint, a tensor that is
+            missing, unexpected, or of another shape or type than expected, or an argument out of
+            its range.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load: load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
+    if isinstance(model, ModelConfig) and load_format != "dummy":
+        raise ValueError("load: a ModelConfig has no weights; load_format='dummy' expected")
+    device = torch.device(device)
+    path = None if isinstance(model, ModelConfig) else resolve(model)
+    checkpoint: Checkpoint | None = None
+    if isinstance(model, ModelConfig):
+        config = model
+    elif load_format == "dummy" and path is not None and path.is_dir():
+        config = read_config(path)
+    else:
+        assert path is not None
+        checkpoint = _open(path, load_format)
+        config = checkpoint.config
+    dtype = _dtype(dtype, device, config)
+    max_model_len = _max_model_len(max_model_len, config)
+    decoder = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    if load_format == "dummy" or checkpoint is None:
+        fill_dummy(decoder)
+    else:
+        fill(decoder, checkpoint)
+    decoder.pack_weights()
+    return LoadedModel(config, decoder, dtype, max_model_len, path)
+
+
+def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Copies a checkpoint's weights to their places in a decoder's merged parameters.
+
+    Raises:
+        ValueError: as `load`; all names, shapes and types are checked before anything is copied.
+    """
+    slots = decoder.weight_slots()
+    _check(checkpoint, slots)
+    progress = tqdm(
+        checkpoint.tensors(),
+        total=len(slots),
+        desc="loading weights",
+        unit="tensor",
+        delay=1.0,
+        disable=not sys.stderr.isatty(),
+    )
+    embedding = decoder.embed_tokens.data
+    tied_head = embedding
+    for tensor in progress:
+        if _is_tied_head(tensor, slots):
+            tied_head = torch.empty_like(embedding)
+            tensor.copy_to(tied_head)
+        elif tensor.slot is not None and tensor.slot in slots:
+            tensor.copy_to(slots[tensor.slot])
+    # A tied checkpoint may hold the matrix twice; if the copies differ, its config is wrong.
+    if tied_head is not embedding and not torch.equal(tied_head, embedding):
+        raise ValueError(
+            f"{checkpoint.path}: tensor lm_head.weight: equal to the embedding expected, since the "
+            "config says tie_word_embeddings, got another matrix"
+        )
+
+
+def fill_dummy(decoder: Decoder) -> None:
+    """Random weights, the same at every call: N(0, 0.02), and ones for the norms."""
+    slots = decoder.weight_slots()
+    generator = torch.Generator(decoder.embed_tokens.device).manual_seed(0)
+    for name, slot in slots.items():
+        if name.endswith("norm.weight"):
+            slot.fill_(1.0)
+        else:
+            slot.normal_(0.0, 0.02, generator=generator)
+
+
+def _open(path: Path, load_format: str) -> Checkpoint:
+    if path.is_dir():
+        if load_format == "gguf":
+            raise ValueError(f"load: load_format 'gguf' needs a file, got the folder {path}")
+        return HFCheckpoint(path)
+    if load_format == "safetensors":
+        raise ValueError(f"load: load_format 'safetensors' needs a folder, got the file {path}")
+    return GGUFCheckpoint(path)
+
+
+def _check(checkpoint: Checkpoint, slots: dict[str, Tensor]) -> None:
+    missing = dict(slots)
+    for tensor in checkpoint.tensors():
+        where = f"{checkpoint.path}: tensor {tensor.name}"
+        if tensor.name.endswith(".rotary_emb.inv_freq"):
+            continue  # a buffer that old checkpoints carry; it follows from the config
+        if _is_tied_head(tensor, slots):
+            slot = slots["model.embed_tokens.weight"]
+        elif tensor.slot is None or tensor.slot not in slots:
+            raise ValueError(f"{where}: the model has no such weight, so its result would be wrong")
+        else:
+            slot = slots[tensor.slot]
+            missing.pop(tensor.slot, None)
+        if tensor.shape != tuple(slot.shape):
+            raise ValueError(f"{where}: shape {tuple(slot.shape)} expected, got {tensor.shape}")
+        if not tensor.is_float:
+            raise ValueError(f"{where}: a floating-point type expected, got {tensor.dtype}")
+    if missing:
+        name, slot = next(iter(missing.items()))
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{checkpoint.path}: tensor {name} of shape {tuple(slot.shape)} is missing{more}"
+        )
+
+
+def _is_tied_head(tensor: CheckpointTensor, slots: dict[str, Tensor]) -> bool:
+    return tensor.slot == "lm_head.weight" and "lm_head.weight" not in slots
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else config.dtype
+    resolved = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES.values():
+        raise ValueError(f"load: dtype must be 'auto' or one of {sorted(DTYPES)}, got {dtype!r}")
+    assert resolved is not None
+    return resolved
+
+
+def _max_model_len(value: int | None, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    if value is None:
+        return limit
+    if not 1 <= value <= limit:
+        raise ValueError(
+            f"load: max_model_len must be in 1..{limit} (the model's context), got {value}"
+        )
+    return value
