@@ -98,7 +98,7 @@ class SamplingParams:
         if "" in strings:
             raise ValueError("SamplingParams: stop must not hold an empty string")
         ids = self.stop_token_ids or ()
-        if not isinstance(ids, Sequence) or not all(_is_integer(i) for i in ids):
+        if not isinstance(ids, Sequence) or not all(is_integer(i) for i in ids):
             raise self._type_error("stop_token_ids", "a list of token ids (int)")
         if any(i < 0 for i in ids):
             raise ValueError(f"SamplingParams: stop_token_ids must be >= 0, got {min(ids)}")
@@ -112,7 +112,7 @@ class SamplingParams:
             raise self._type_error("logit_bias", "a dict of token id to number")
         for token, bias in self.logit_bias.items():
             expected = "SamplingParams: logit_bias must map token ids >= 0 (int) to numbers"
-            if not _is_integer(token) or not _is_number(bias):
+            if not is_integer(token) or not _is_number(bias):
                 raise TypeError(f"{expected}, got {token!r}: {bias!r}")
             if token < 0 or math.isnan(bias):
                 raise ValueError(f"{expected} that are not NaN, got {token}: {bias}")
@@ -125,7 +125,7 @@ class SamplingParams:
         value = getattr(self, name)
         if optional and value is None:
             return
-        if not _is_integer(value):
+        if not is_integer(value):
             raise self._type_error(name, "an int or None" if optional else "an int")
         if value < low or (high is not None and value > high):
             bound = f">= {low}" if high is None else f"in [{low}, {high}]"
@@ -143,12 +143,11 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: {name} must be {bound}, got {value}")
 
     def _type_error(self, name: str, expected: str) -> TypeError:
-        value: Any = getattr(self, name)
-        got = f"{value!r} of type {type(value).__name__}"
-        return TypeError(f"SamplingParams: {name} must be {expected}, got {got}")
+        return TypeError(f"SamplingParams: {name} must be {expected}, got {getattr(self, name)!r}")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether it is an int of Python's or of numpy's; a bool is none here."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

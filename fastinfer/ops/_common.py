@@ -31,3 +31,20 @@ def check_out(
     check(op, out.dim() == len(shape), f"{name}: expected shape {shape}, got {tuple(out.shape)}")
     for got, expected in zip(out.shape, shape, strict=True):
         check(op, got == expected, f"{name}: expected shape {shape}, got {tuple(out.shape)}")
+
+
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """All tensors live on one device.
+
+    A call that mixes devices may be dispatched to the fake (a meta tensor sends it there), which
+    would do nothing and say nothing.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(given))
+    for name, tensor in given.items():
+        check(
+            op,
+            tensor.device == given[first].device,
+            f"{name}: expected the same device as {first} ({given[first].device}), "
+            f"got {tensor.device}",
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, check_out, refuse_grad
+from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
 
 _silu_and_mul_out = torch.ops.fastinfer.silu_and_mul.out
 _gelu_and_mul_out = torch.ops.fastinfer.gelu_and_mul.out
@@ -93,6 +93,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("fastinfer::silu_and_mul.out")
 def _(x: Tensor, *, out: Tensor) -> None:
+    check_devices("silu_and_mul", x=x, out=out)
     check_out("silu_and_mul", "out", out, _check_activation("silu_and_mul", x), x.dtype)
 
 
@@ -103,4 +104,5 @@ def _(x: Tensor, *, tanh_approx: bool = False) -> Tensor:
 
 @torch.library.register_fake("fastinfer::gelu_and_mul.out")
 def _(x: Tensor, *, tanh_approx: bool = False, out: Tensor) -> None:
+    check_devices("gelu_and_mul", x=x, out=out)
     check_out("gelu_and_mul", "out", out, _check_activation("gelu_and_mul", x), x.dtype)

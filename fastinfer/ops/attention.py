@@ -338,8 +338,8 @@ def merge_attention_states(
     """
     op = "merge_attention_states"
     refuse_grad(op, outs=outs, lses=lses, sinks=sinks)
-    check(op, outs.dim() >= 1, "outs: expected at least 1 dimension, got a scalar")
-    check(op, lses.dim() >= 1, "lses: expected at least 1 dimension, got a scalar")
+    if outs.dim() == 0 or lses.dim() == 0:
+        raise ValueError(f"fastinfer::{op}: outs, lses: expected at least 1 dimension, got a scalar")
     out = outs.new_empty(outs.shape[1:]) if out is None else out
     lse = lses.new_empty(lses.shape[1:]) if lse is None else lse
     _merge_attention_states_out(outs, lses, sinks=sinks, out=out, lse=lse)
@@ -352,10 +352,14 @@ def merge_attention_states(
 def _output_shapes(
     op: str, q: Tensor, v_name: str, v: Tensor, dense: bool
 ) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-    """Shapes of out and lse; `v` holds the values."""
+    """Shapes of out and lse; `v` holds the values. Ranks only: the op checks the rest."""
     rank = 4 if dense else 3
-    check(op, q.dim() == rank, f"q: expected {rank} dimensions, got shape {tuple(q.shape)}")
-    check(op, v.dim() >= 1, f"{v_name}: expected at least 1 dimension, got a scalar")
+    if q.dim() != rank:
+        raise ValueError(
+            f"fastinfer::{op}: q: expected {rank} dimensions, got shape {tuple(q.shape)}"
+        )
+    if v.dim() == 0:
+        raise ValueError(f"fastinfer::{op}: {v_name}: expected at least 1 dimension, got a scalar")
     if dense:
         batch, seqlen, heads, _ = q.shape
         return (batch, seqlen, heads, v.shape[-1]), (batch, heads, seqlen)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, refuse_grad
+from fastinfer.ops._common import check, check_devices, refuse_grad
 
 _append_paged_kv_cache_ = torch.ops.fastinfer.append_paged_kv_cache_.default
 
@@ -118,6 +118,16 @@ def _(
     v_scale: Tensor | None = None,
 ) -> None:
     op = "append_paged_kv_cache_"
+    check_devices(
+        op,
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     _check_side("k", k, k_cache, k_scale)
     _check_side("v", v, v_cache, v_scale)
     check(op, v.dtype == k.dtype, f"v: expected dtype {k.dtype} as k, got {v.dtype}")

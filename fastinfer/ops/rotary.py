@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, refuse_grad
+from fastinfer.ops._common import check, check_devices, refuse_grad
 
 _rotary_embedding_ = torch.ops.fastinfer.rotary_embedding_.default
 
@@ -101,6 +101,7 @@ def _(
     interleaved: bool = False,
 ) -> None:
     op = "rotary_embedding_"
+    check_devices(op, q=q, k=k, positions=positions, cos_sin=cos_sin)
     check(op, q.dim() == 3, f"q: expected 3 dimensions [T, H, D], got {tuple(q.shape)}")
     check(op, q.is_floating_point(), f"q: expected a float tensor, got {q.dtype}")
     if k is not None:

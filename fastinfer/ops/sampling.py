@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, check_out, refuse_grad
+from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
 
 _sample_out = torch.ops.fastinfer.sample.out
 
@@ -104,6 +104,7 @@ def _check_sample(
     op = "sample"
     check(op, logits.dim() == 2, f"logits: expected 2 dimensions [B, V], got {tuple(logits.shape)}")
     check(op, logits.is_floating_point(), f"logits: expected a float tensor, got {logits.dtype}")
+    check_devices(op, logits=logits, **{name: tensor for name, (tensor, _) in parameters.items()})
     rows = logits.shape[0]
     for name, (parameter, dtype) in parameters.items():
         if parameter is not None:
@@ -143,6 +144,7 @@ def _(
     valid: Tensor,
 ) -> None:
     rows = _check_sample(logits, _parameters(temperature, top_k, top_p, min_p, seeds, positions))
+    check_devices("sample", logits=logits, token_ids=token_ids, valid=valid)
     check_out("sample", "token_ids", token_ids, (rows,), torch.int64)
     check_out("sample", "valid", valid, (rows,), torch.bool)
 
