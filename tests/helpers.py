@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.reference import single_threaded
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF_DTYPES = [torch.bfloat16, torch.float16]
 
@@ -19,15 +21,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 # --------------------------------------------------------------------------------- comparing
 
 
+@single_threaded
 def assert_accurate(
     actual: Tensor, reference: Tensor, baseline: Tensor, *, multiple: float = 2.0, what: str = "out"
 ) -> None:
     """Ours may err from the float64 reference at most `multiple` times as much as the baseline.
 
-    `baseline` is what plain PyTorch in the op's own dtype makes of the same inputs. Compared are
-    the largest and the root-mean-square error, each with a floor of one rounding step of the
-    largest value (and of the root-mean-square value): a baseline may be exact by luck. NaN and
-    infinities must stand where the reference, rounded to the dtype, has them.
+    `baseline` is what plain PyTorch in the op's own dtype makes of the same inputs. Compared is the
+    root-mean-square error; the largest one, which is a matter of luck, may be half as much again.
+    Both have a floor of one rounding step of the values, since a baseline may be exact by chance.
+    NaN and infinities must stand where the reference, rounded to the dtype, has them.
     """
     assert reference.dtype == torch.float64, f"{what}: the reference must be float64"
     assert actual.shape == reference.shape, f"{what}: {actual.shape} != {reference.shape}"
@@ -43,16 +46,16 @@ def assert_accurate(
     step = torch.finfo(actual.dtype).eps
     tiny = torch.finfo(actual.dtype).smallest_normal * step
 
-    largest, limit = error.abs().max(), multiple * allowed.abs().max()
+    largest, limit = error.abs().max(), 1.5 * multiple * allowed.abs().max()
     floor = step * expected.abs().max() + tiny
     assert largest <= limit + floor, (
-        f"{what}: largest error {largest:.3e}, allowed {multiple} x {limit / multiple:.3e}"
-        f" + {floor:.3e} ({dtype_name(actual.dtype)})"
+        f"{what}: largest error {largest:.3e}, allowed {1.5 * multiple} x"
+        f" {allowed.abs().max():.3e} + {floor:.3e} ({dtype_name(actual.dtype)})"
     )
     rms, rms_limit = _rms(error), multiple * _rms(allowed)
     rms_floor = step * _rms(expected) + tiny
     assert rms <= rms_limit + rms_floor, (
-        f"{what}: rms error {rms:.3e}, allowed {multiple} x {rms_limit / multiple:.3e}"
+        f"{what}: rms error {rms:.3e}, allowed {multiple} x {_rms(allowed):.3e}"
         f" + {rms_floor:.3e} ({dtype_name(actual.dtype)})"
     )
 

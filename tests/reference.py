@@ -6,14 +6,33 @@ otherwise. Called with the inputs' own dtype, the same code is the plain eager P
 the op, whose error against float64 is the yardstick for a kernel's (`helpers.assert_accurate`).
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0
+
+
+def single_threaded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run it on one thread: on a busy machine waiting for a second one costs more than the sums."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **options)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
 
 # ------------------------------------------------------------------------------------- attention
 
@@ -60,6 +79,7 @@ def visible_keys(
     return visible
 
 
+@single_threaded
 def attend(
     q: Tensor,
     k: Tensor,
@@ -128,6 +148,7 @@ def weighted_sum(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     return torch.where(nan | (plus & minus), torch.nan, out)
 
 
+@single_threaded
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, tree_mask: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
@@ -144,6 +165,7 @@ def flash_attention(
     return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 
+@single_threaded
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -201,6 +223,7 @@ def read_pages(
     return tokens * scale[used].to(dtype).transpose(1, 2).flatten(0, 1)[:length, :, None]
 
 
+@single_threaded
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -228,6 +251,7 @@ def paged_attention(
     return _ragged(q, sequences, v_cache.shape[-1], cu_seqlens_q, tree_mask, options)
 
 
+@single_threaded
 def merge_attention_states(
     outs: Tensor,
     lses: Tensor,
@@ -273,6 +297,7 @@ def quantize_rows(x: Tensor, storage: torch.dtype, scale: Tensor | None) -> tupl
     return scaled.clamp(-limit, limit).to(storage), scale
 
 
+@single_threaded
 def append_paged_kv_cache_(
     k: Tensor,
     v: Tensor,
@@ -313,6 +338,7 @@ def _append(
 # --------------------------------------------------------------- normalisation and activations
 
 
+@single_threaded
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -327,6 +353,7 @@ def rms_norm(
     return x / torch.sqrt(variance + eps) * (weight.to(dtype) + weight_offset)
 
 
+@single_threaded
 def layer_norm(
     x: Tensor,
     weight: Tensor,
@@ -348,6 +375,7 @@ def add_to_residual(x: Tensor, residual: Tensor) -> Tensor:
     return (residual.double() + x.double()).to(residual.dtype)
 
 
+@single_threaded
 def fused_add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **options
 ) -> tuple[Tensor, Tensor]:
@@ -356,6 +384,7 @@ def fused_add_rms_norm_(
     return rms_norm(residual, weight, eps, **options), residual
 
 
+@single_threaded
 def fused_add_layer_norm_(
     x: Tensor,
     residual: Tensor,
@@ -369,12 +398,14 @@ def fused_add_layer_norm_(
     return layer_norm(residual, weight, bias, eps, **options), residual
 
 
+@single_threaded
 def silu_and_mul(x: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
     """silu(a) * b for x = [a, b] along the last dimension."""
     a, b = x.to(dtype).chunk(2, -1)
     return a * torch.sigmoid(a) * b
 
 
+@single_threaded
 def gelu_and_mul(
     x: Tensor, *, tanh_approx: bool = False, dtype: torch.dtype = torch.float64
 ) -> Tensor:
@@ -397,6 +428,7 @@ def rotary_cos_sin(inv_freq: Tensor, num_positions: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], -1).float()
 
 
+@single_threaded
 def rotary_embedding_(
     q: Tensor,
     k: Tensor | None,
@@ -505,6 +537,7 @@ def kept_tokens(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return keep
 
 
+@single_threaded
 def sample(
     logits: Tensor,
     temperature: Tensor | None = None,

@@ -1,6 +1,7 @@
 """The library's schemas, the Python wrappers and the fakes say the same."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -108,8 +109,7 @@ def test_in_place_ops_and_no_others_end_in_an_underscore(op: str) -> None:
 @by_overload
 def test_sizes_are_symbolic(op: str, overload: str) -> None:
     """`int` in a schema recompiles for each value; SymInt does not."""
-    for argument in schema(op, overload).arguments:
-        assert str(argument.real_type) not in ("int", "Optional[int]", "List[int]"), argument.name
+    assert not re.search(r"\bint\b", str(schema(op, overload)))
 
 
 @by_overload

@@ -30,8 +30,8 @@ void run(const ActivationProblem& p, const ActivationFunction (&functions)[3]) {
   });
 }
 
-Tensor new_output(const Tensor& x) {
-  FI_CHECK(x.dim() >= 1, "silu_and_mul", "x: expected at least 1 dimension, got a scalar");
+Tensor new_output(const char* op, const Tensor& x) {
+  FI_CHECK(x.dim() >= 1, op, "x: expected at least 1 dimension, got a scalar");
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() /= 2;
   return torch::stable::new_empty(x, sizes);
@@ -42,7 +42,7 @@ void silu_and_mul_out(const Tensor& x, const Tensor& out) {
 }
 
 Tensor silu_and_mul(const Tensor& x) {
-  Tensor out = new_output(x);
+  Tensor out = new_output("silu_and_mul", x);
   silu_and_mul_out(x, out);
   return out;
 }
@@ -53,7 +53,7 @@ void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
 }
 
 Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
-  Tensor out = new_output(x);
+  Tensor out = new_output("gelu_and_mul", x);
   gelu_and_mul_out(x, tanh_approx, out);
   return out;
 }

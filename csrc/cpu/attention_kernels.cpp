@@ -1,7 +1,7 @@
 // Attention of one tile of queries over a range of keys; compiled once per instruction set.
 //
-// A tile is up to 96 query tokens times the query heads of one KV head, so that its rows share
-// every packed key and value. Keys are taken kKeyTile at a time: scores, then an online softmax
+// A tile is some query tokens times the query heads of one KV head, so that its rows share every
+// packed key and value. Keys are taken kKeyTile at a time: scores, then an online softmax
 // (Milakov and Gimelshein 2018) that turns them into weights and keeps each row's running maximum
 // and sum, then the weighted values. Scores are held in units of ln 2, so that 2^x serves.
 //
@@ -11,162 +11,30 @@
 #include "attention_kernels.h"
 
 #include "attention_micro.h"
-#include "merge_row.h"
+#include "attention_tile.h"
 
 namespace fastinfer::cpu::FI_ISA {
 namespace {
 
-constexpr int64_t kKeyChunk =
-    2 * kPanel;  // keys packed at a time, so that they are still in L1 when they are used
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLn2 = 0.693147180559945309f;
+constexpr double kLn2 = 0.693147180559945309;
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kElementSize[kNumFormats] = {4, 2, 2, 1, 1};
-
-inline int64_t min64(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-inline int64_t max64(int64_t a, int64_t b) {
-  return a > b ? a : b;
-}
-inline int64_t round_down(int64_t x, int64_t multiple) {
-  return x / multiple * multiple;
-}
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
-
-struct Span {
-  int64_t first;
-  int64_t last;
-
-  bool empty() const { return first >= last; }
-  Span cut(Span other) const { return {max64(first, other.first), min64(last, other.last)}; }
-};
-
-// The keys that a query token sees: `keys`, and of those from `prefix` on (the step's own) only the
-// ones in `bits`.
-struct TokenView {
-  Span keys;
-  uint64_t bits;
-};
-
-struct Tile {
-  const AttentionArgs& args;
-  const AttentionWork& work;
-  int64_t rows;
-  int64_t block_rows;     // rows of a register block; the last one may have fewer
-  int64_t value_columns;  // value_dim rounded up to panels
-  int64_t prefix;  // keys before the step's own; negative if there are more queries than keys
-  Span keys;       // that any token sees
-  TokenView tokens[kMaxTileTokens];
-
-  float* q;       // [rows, head_dim], scaled
-  float* scores;  // [rows, kKeyTile], then the weights
-  float* acc;     // [rows, value_columns]
-  float* merged;  // [rows, value_columns], with batch_invariant
-  float* key_panels;
-  float* value_panels;
-  float* largest;      // [rows], of the scores so far
-  float* total;        // [rows], of 2^(score - largest) so far
-  MergeState* states;  // [rows], with batch_invariant
-
-  const TokenView& view(int64_t row) const { return tokens[row / args.group]; }
-};
-
-// ---- which keys are visible
-
-Span window_of(const AttentionArgs& args, int64_t position, int64_t num_keys) {
-  Span keys{0, num_keys};
-  if (args.window_left >= 0) keys.first = max64(0, position - args.window_left);
-  if (args.window_right >= 0) keys.last = min64(num_keys, position + args.window_right + 1);
-  return keys;
-}
-
-// With a tree mask a token's position, as query and as key, is its depth in the tree.
-void view_tree_tokens(Tile* tile) {
-  const AttentionArgs& args = tile->args;
-  const AttentionWork& work = tile->work;
-  const int64_t prefix = tile->prefix;
-  for (int64_t t = 0; t < work.q_count; ++t) {
-    const uint64_t mask = static_cast<uint64_t>(work.tree_mask[work.q_begin + t]);
-    const int64_t depth = __builtin_popcountll(mask) - 1;
-    TokenView& view = tile->tokens[t];
-    view.bits = 0;
-    view.keys = {
-        max64(0, min64(prefix, args.window_left >= 0 ? prefix + depth - args.window_left : 0)),
-        max64(0, prefix)};
-    for (int64_t j = max64(0, -prefix); j < work.num_queries; ++j) {
-      if ((mask >> j & 1) == 0) continue;
-      const int64_t distance =
-          __builtin_popcountll(static_cast<uint64_t>(work.tree_mask[j])) - 1 - depth;
-      if (args.window_left >= 0 && distance < -args.window_left) continue;
-      if (args.window_right >= 0 && distance > args.window_right) continue;
-      view.bits |= uint64_t{1} << j;
-      view.keys.last = prefix + j + 1;
-    }
-  }
-}
-
-void view_tokens(Tile* tile) {
-  const AttentionWork& work = tile->work;
-  if (work.tree_mask != nullptr) {
-    view_tree_tokens(tile);
-  } else {
-    for (int64_t t = 0; t < work.q_count; ++t) {
-      tile->tokens[t] = {window_of(tile->args, tile->prefix + work.q_begin + t, work.num_keys),
-                         ~uint64_t{0}};
-    }
-  }
-  tile->keys = {work.num_keys, 0};
-  for (int64_t t = 0; t < work.q_count; ++t) {
-    const Span keys = tile->tokens[t].keys;
-    if (keys.empty()) continue;
-    tile->keys = {min64(tile->keys.first, keys.first), max64(tile->keys.last, keys.last)};
-  }
-}
-
-inline bool sees(const Tile& tile, const TokenView& view, int64_t key) {
-  if (key < view.keys.first || key >= view.keys.last) return false;
-  return tile.work.tree_mask == nullptr || key < tile.prefix ||
-         (view.bits >> (key - tile.prefix) & 1) != 0;
-}
-
-// The keys that rows [row, row + count) see among `within`, as one span.
-Span seen_by(const Tile& tile, int64_t row, int64_t count, Span within) {
-  Span seen{within.last, within.first};
-  for (int64_t t = row / tile.args.group; t <= (row + count - 1) / tile.args.group; ++t) {
-    const Span keys = tile.tokens[t].keys.cut(within);
-    if (!keys.empty()) seen = {min64(seen.first, keys.first), max64(seen.last, keys.last)};
-  }
-  return seen;
-}
-
-// Whether every token sees every key of `within`.
-bool all_see(const Tile& tile, Span within) {
-  if (tile.work.tree_mask != nullptr && within.last > tile.prefix) return false;
-  for (int64_t t = 0; t < tile.work.q_count; ++t) {
-    const Span keys = tile.tokens[t].keys;
-    if (keys.first > within.first || keys.last < within.last) return false;
-  }
-  return true;
-}
 
 // ---- reading
 
 template <class T>
-void load_queries(Tile* tile) {
-  const AttentionArgs& args = tile->args;
-  const float scale = args.softcap > 0.0f ? args.scale / args.softcap : args.scale * kLog2E;
-  for (int64_t row = 0; row < tile->rows; ++row) {
-    const int64_t token = tile->work.q_begin + row / args.group;
-    const int64_t head = tile->work.kv_head * args.group + row % args.group;
-    const T* from = static_cast<const T*>(tile->work.q) + token * args.q_token_stride +
+void load_queries(const Tile& tile) {
+  const AttentionArgs& args = tile.args;
+  for (int64_t row = 0; row < tile.rows; ++row) {
+    const int64_t token = tile.work.q_begin + row / args.group;
+    const int64_t head = tile.work.kv_head * args.group + row % args.group;
+    const T* from = static_cast<const T*>(tile.work.q) + token * args.q_token_stride +
                     head * args.q_head_stride;
-    float* to = tile->q + row * args.head_dim;
+    float* to = tile.q + row * args.head_dim;
     int64_t d = 0;
-    for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * splat(scale));
-    for (; d < args.head_dim; ++d) to[d] = to_float(from[d]) * scale;
+    for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d));
+    for (; d < args.head_dim; ++d) to[d] = to_float(from[d]);
   }
 }
 
@@ -174,88 +42,115 @@ void load_queries(Tile* tile) {
 // panels, stand rows of zeros.
 void find_rows(const Tile& tile, const KvSource& source, int64_t offset, int64_t base, Span keys,
                TileRows* rows) {
-  const AttentionWork& work = tile.work;
   const int64_t block_size = tile.args.block_size;
-  const char* data = static_cast<const char*>(source.data);
-  const int64_t size = kElementSize[source.format];
+  const int64_t head = tile.work.kv_head;
   for (int64_t key = round_down(keys.first, kPanel); key < round_up(keys.last, kPanel); ++key) {
-    const int64_t i = key - base;
-    if (key < keys.first || key >= keys.last) {
-      rows->data[i] = reinterpret_cast<const char*>(kZeroRow);
-      rows->scale[i] = 0.0f;
-      continue;
-    }
+    rows->data[key - base] = reinterpret_cast<const char*>(kZeroRow);
+    rows->scale[key - base] = 0.0f;
+  }
+  for (int64_t key = keys.first; key < keys.last;) {
+    // A run of keys that are token_stride apart.
+    const int64_t index = block_size == 0 ? 0 : key / block_size;
+    const int64_t token = key - index * block_size;
     const int64_t block =
-        block_size == 0 ? 0 : work.block_table[key / block_size * tile.args.block_table_stride];
-    const int64_t token = block_size == 0 ? key : key % block_size;
-    rows->data[i] = data + (offset + block * source.outer_stride + token * source.token_stride +
-                            work.kv_head * source.head_stride) *
-                               size;
-    if (source.scale != nullptr) {
-      rows->scale[i] =
-          source.scale[block * source.scale_outer_stride + token * source.scale_token_stride +
-                       work.kv_head * source.scale_head_stride];
+        block_size == 0 ? 0 : tile.work.block_table[index * tile.args.block_table_stride];
+    const int64_t end = block_size == 0 ? keys.last : min64(keys.last, (index + 1) * block_size);
+    const int64_t size = kElementSize[source.format];
+    const char* data = static_cast<const char*>(source.data) +
+                       (offset + block * source.outer_stride + token * source.token_stride +
+                        head * source.head_stride) *
+                           size;
+    const float* scale = source.scale;
+    if (scale != nullptr) {
+      scale += block * source.scale_outer_stride + token * source.scale_token_stride +
+               head * source.scale_head_stride;
+    }
+    for (int64_t i = key - base; key < end; ++key, ++i) {
+      rows->data[i] = data;
+      data += source.token_stride * size;
+      if (scale == nullptr) continue;
+      rows->scale[i] = *scale;
+      scale += source.scale_token_stride;
     }
   }
 }
 
 // ---- one tile of keys
 
-// scores = q . k for all keys of the panels that `keys` touches, block by block only where some row
-// sees a key.
-void score_keys(const Tile& tile, int64_t base, Span keys, const TileRows& rows) {
+// scores = q . k for all keys of the panels that `keys` touches, where some row of a block sees
+// one.
+void score_keys(const Tile& tile, int64_t base, Span keys, const TileRows& rows,
+                Prefetch* prefetch) {
   const int64_t head_dim = tile.args.head_dim;
   const Span panels{round_down(keys.first, kPanel), round_up(keys.last, kPanel)};
   for (int64_t chunk = panels.first; chunk < panels.last; chunk += kKeyChunk) {
     const int64_t chunk_end = min64(chunk + kKeyChunk, panels.last);
-    kPackKeys[tile.args.k.format](rows, chunk - base, chunk_end - base, head_dim, tile.key_panels);
-    for (int64_t row = 0; row < tile.rows; row += tile.block_rows) {
-      const int64_t count = min64(tile.block_rows, tile.rows - row);
-      const Span seen = seen_by(tile, row, count, keys.cut({chunk, chunk_end}));
+    kPackKeys[tile.args.k.format](rows, chunk - base, chunk_end - base, head_dim, tile.key_panels,
+                                  prefetch);
+    for (int64_t block = 0; block < tile.num_blocks; ++block) {
+      prefetch->advance();
+      const Span seen = tile.seen[block].cut({chunk, chunk_end});
       if (seen.empty()) continue;
-      const BlockFunctions& block = kBlocks[count - 1];
-      const float* q = tile.q + row * head_dim;
+      const int64_t row = block * tile.block_rows;
+      const BlockFunctions& functions = kBlocks[tile.rows_of(block) - 1];
       int64_t key = round_down(seen.first, kPanel);
       while (key < seen.last) {
-        const bool wide = key + block.wide_panels * kPanel <= chunk_end;
-        (wide ? block.score_wide : block.score_one)(
-            q, head_dim, tile.key_panels + (key - chunk) * head_dim, head_dim,
+        const bool wide = key + functions.wide_panels * kPanel <= chunk_end;
+        (wide ? functions.score_wide : functions.score_one)(
+            tile.q + row * head_dim, head_dim, tile.key_panels + (key - chunk) * head_dim, head_dim,
             tile.scores + row * kKeyTile + (key - base));
-        key += (wide ? block.wide_panels : 1) * kPanel;
+        key += (wide ? functions.wide_panels : 1) * kPanel;
       }
     }
   }
 }
 
-// Scores of invisible keys become -inf, between the panel bounds `span` (counted from `base`).
-void mask_row(const Tile& tile, const TokenView& view, int64_t base, Span span, float* scores) {
-  const Span keys{view.keys.first - base, view.keys.last - base};
-  const int64_t tree_begin = tile.work.tree_mask == nullptr ? span.last : tile.prefix - base;
-  for (int64_t j = span.first; j < span.last; j += kLanes) {
-    if (j >= keys.first && j + kLanes <= min64(keys.last, tree_begin)) continue;
-    for (int64_t i = j; i < j + kLanes; ++i) {
-      if (!sees(tile, view, base + i)) scores[i] = -kInfinity;
-    }
+// Which of the keys base + j ... base + j + 7 the row sees.
+inline vi visible_lanes(const Tile& tile, const TokenView& view, int64_t base, int64_t j) {
+  vi visible = {};
+  if (tile.work.tree_mask != nullptr) {
+    for (int i = 0; i < kLanes; ++i) visible[i] = sees(tile, view, base + j + i) ? -1 : 0;
+    return visible;
   }
+  const vi lane = vi{0, 1, 2, 3, 4, 5, 6, 7};
+  const int32_t first = static_cast<int32_t>(max64(view.keys.first - base - j, 0));
+  const int32_t last = static_cast<int32_t>(min64(view.keys.last - base - j, kLanes));
+  return (lane >= (vi{} + first)) & (lane < (vi{} + last));
 }
 
 // Scores of one row become weights 2^(score - largest); what was accumulated so far is rescaled
-// when the maximum grows.
+// when the maximum grows. `span` is in whole panels, counted from `base`.
 void soften_row(const Tile& tile, int64_t row, int64_t base, Span span) {
+  const TokenView& view = *tile.views[row];
   float* scores = tile.scores + row * kKeyTile;
+  float factor = tile.args.scale * kLog2E;
   if (tile.args.softcap > 0.0f) {
+    const vf scale = splat(tile.args.scale / tile.args.softcap);
     const vf cap = splat(tile.args.softcap * kLog2E);
-    for (int64_t j = span.first; j < span.last; j += kLanes)
-      store(scores + j, cap * tanh(load(scores + j)));
+    factor = 1.0f;
+    for (int64_t j = span.first; j < span.last; j += kLanes) {
+      store(scores + j, cap * tanh(load(scores + j) * scale));
+    }
   }
-  mask_row(tile, tile.view(row), base, span, scores);
 
+  // Scores of invisible keys become -inf.
+  const Span inside{
+      view.keys.first - base,
+      (tile.work.tree_mask == nullptr ? view.keys.last : min64(view.keys.last, tile.prefix)) -
+          base};
   vf top[2] = {splat(-kInfinity), splat(-kInfinity)};
   for (int64_t j = span.first; j < span.last; j += kPanel) {
-    top[0] = vmax(top[0], load(scores + j));
-    top[1] = vmax(top[1], load(scores + j + kLanes));
+    vf a = load(scores + j) * splat(factor), b = load(scores + j + kLanes) * splat(factor);
+    if (j < inside.first || j + kPanel > inside.last) {
+      a = select(visible_lanes(tile, view, base, j), a, splat(-kInfinity));
+      b = select(visible_lanes(tile, view, base, j + kLanes), b, splat(-kInfinity));
+    }
+    store(scores + j, a);
+    store(scores + j + kLanes, b);
+    top[0] = larger(top[0], a);
+    top[1] = larger(top[1], b);
   }
-  const float tile_largest = max(vmax(top[0], top[1]));
+  const float tile_largest = reduce_larger(larger(top[0], top[1]));
   const float before = tile.largest[row];
   const float largest = tile_largest > before ? tile_largest : before;
   const vf shift = splat(largest == -kInfinity ? 0.0f : largest);
@@ -277,7 +172,7 @@ void soften_row(const Tile& tile, int64_t row, int64_t base, Span span) {
       store(acc + c, load(acc + c) * splat(keep));
   }
   tile.largest[row] = largest;
-  tile.total[row] = tile.total[row] * keep + sum(sums[0] + sums[1]);
+  tile.total[row] = tile.total[row] * keep + reduce_sum(sums[0] + sums[1]);
 }
 
 // Replaces what is not finite among packed values by 0; returns whether there was any.
@@ -307,42 +202,42 @@ void repair_values(const Tile& tile, const float* panels, Span keys) {
           panels[c / kPanel * kValuePanelStride + (key - keys.first) * kPanel + c % kPanel];
       if (x - x == 0.0f) continue;
       for (int64_t row = 0; row < tile.rows; ++row) {
-        if (sees(tile, tile.view(row), key)) tile.acc[row * tile.value_columns + c] += x;
+        if (sees(tile, *tile.views[row], key)) tile.acc[row * tile.value_columns + c] += x;
       }
     }
   }
 }
 
 // acc += weights . values
-void add_values(const Tile& tile, int64_t base, Span keys, const TileRows& rows) {
+void add_values(const Tile& tile, int64_t base, Span keys, const TileRows& rows,
+                Prefetch* prefetch) {
   const bool mixed = !all_see(tile, keys);
-  // Many rows use a whole tile of values again and again; few rows are better served from L1.
-  const int64_t chunk_keys = tile.rows <= kMaxBlockRows ? kKeyChunk : kKeyTile;
-  for (int64_t chunk = keys.first; chunk < keys.last; chunk += chunk_keys) {
-    const Span part{chunk, min64(chunk + chunk_keys, keys.last)};
+  for (int64_t chunk = round_down(keys.first, kChain); chunk < keys.last; chunk += kChain) {
+    const Span part = keys.cut({chunk, chunk + kChain});
     const auto pack = [&] {
       kPackValues[tile.args.v.format](rows, part.first - base, part.last - base,
-                                      tile.args.value_dim, tile.value_panels);
+                                      tile.args.value_dim, tile.value_panels, prefetch);
     };
     pack();
     const bool taken_out =
         mixed && take_out_nonfinite(tile.value_panels, part.last - part.first, tile.value_columns);
-    for (int64_t c = 0; c < tile.value_columns;) {
-      int64_t columns = kPanel;
-      for (int64_t row = 0; row < tile.rows; row += tile.block_rows) {
-        const int64_t count = min64(tile.block_rows, tile.rows - row);
-        const BlockFunctions& block = kBlocks[count - 1];
+    int64_t columns = kPanel;
+    for (int64_t c = 0; c < tile.value_columns; c += columns) {
+      columns = kPanel;
+      for (int64_t block = 0; block < tile.num_blocks; ++block) {
+        if (c == 0) prefetch->advance();
+        const BlockFunctions& functions = kBlocks[tile.rows_of(block) - 1];
         const bool wide =
-            tile.rows <= kMaxBlockRows && c + block.wide_panels * kPanel <= tile.value_columns;
-        if (wide) columns = block.wide_panels * kPanel;
-        const Span seen = seen_by(tile, row, count, part);
+            tile.num_blocks == 1 && c + functions.wide_panels * kPanel <= tile.value_columns;
+        if (wide) columns = functions.wide_panels * kPanel;
+        const Span seen = tile.seen[block].cut(part);
         if (seen.empty()) continue;
-        (wide ? block.value_wide : block.value_one)(
+        const int64_t row = block * tile.block_rows;
+        (wide ? functions.value_wide : functions.value_one)(
             tile.scores + row * kKeyTile + (seen.first - base),
             tile.value_panels + c / kPanel * kValuePanelStride + (seen.first - part.first) * kPanel,
             seen.last - seen.first, tile.acc + row * tile.value_columns + c, tile.value_columns);
       }
-      c += columns;
     }
     if (taken_out) {
       pack();
@@ -360,29 +255,47 @@ void attend_piece(const Tile& tile, Span keys) {
     tile.total[i] = 0.0f;
   }
   std::memset(tile.acc, 0, tile.rows * tile.value_columns * sizeof(float));
+  const AttentionArgs& args = tile.args;
   const AttentionWork& work = tile.work;
   const int64_t first_tile = keys.empty() ? keys.last : round_down(keys.first, kKeyTile);
+  const auto keys_of = [keys](int64_t base) { return keys.cut({base, base + kKeyTile}); };
+  TileRows key_rows, value_rows;
+  if (first_tile < keys.last) {
+    find_rows(tile, args.k, work.k_offset, first_tile, keys_of(first_tile), &key_rows);
+  }
   for (int64_t base = first_tile; base < keys.last; base += kKeyTile) {
-    const Span part = keys.cut({base, base + kKeyTile});
-    TileRows rows;
-    find_rows(tile, tile.args.k, work.k_offset, base, part, &rows);
-    score_keys(tile, base, part, rows);
-    for (int64_t row = 0; row < tile.rows; row += tile.block_rows) {
-      const int64_t count = min64(tile.block_rows, tile.rows - row);
-      const Span seen = seen_by(tile, row, count, part);
+    const Span part = keys_of(base);
+    find_seen(tile, part);
+    find_rows(tile, args.v, work.v_offset, base, part, &value_rows);
+    // Between them, packing and the products call on it so often.
+    Prefetch values(value_rows, part.first - base, part.last - base,
+                    args.value_dim * kElementSize[args.v.format],
+                    kKeyTile / kLanes + tile.num_blocks * (kKeyTile / kKeyChunk));
+    score_keys(tile, base, part, key_rows, &values);
+    for (int64_t block = 0; block < tile.num_blocks; ++block) {
+      const Span seen = tile.seen[block];
       if (seen.empty()) continue;
       const Span span{round_down(seen.first, kPanel) - base, round_up(seen.last, kPanel) - base};
-      for (int64_t r = row; r < row + count; ++r) soften_row(tile, r, base, span);
+      const int64_t row = block * tile.block_rows;
+      for (int64_t r = 0; r < tile.rows_of(block); ++r) soften_row(tile, row + r, base, span);
     }
-    find_rows(tile, tile.args.v, work.v_offset, base, part, &rows);
-    add_values(tile, base, part, rows);
+    const Span next = keys_of(base + kKeyTile);
+    if (!next.empty()) find_rows(tile, args.k, work.k_offset, base + kKeyTile, next, &key_rows);
+    Prefetch next_keys(key_rows, next.first - base - kKeyTile, next.last - base - kKeyTile,
+                       args.head_dim * kElementSize[args.k.format],
+                       kKeyTile / kLanes + tile.num_blocks * (kKeyTile / kChain));
+    add_values(tile, base, part, value_rows, &next_keys);
   }
   for (int64_t row = 0; row < tile.rows; ++row) {
     const float total = tile.total[row];
     const vf factor = splat(total == 0.0f ? 0.0f : 1.0f / total);
     float* acc = tile.acc + row * tile.value_columns;
     for (int64_t c = 0; c < tile.value_columns; c += kLanes) store(acc + c, load(acc + c) * factor);
-    tile.total[row] = total == 0.0f ? -kInfinity : tile.largest[row] * kLn2 + __builtin_logf(total);
+    tile.total[row] = -kInfinity;
+    if (total != 0.0f) {
+      const double lse = tile.largest[row] * kLn2 + __builtin_logf(total);
+      tile.total[row] = static_cast<float>(lse);
+    }
   }
 }
 
@@ -408,51 +321,22 @@ void write_rows(const Tile& tile) {
   }
 }
 
-// Scratch space in floats, handed out in lines of 64 bytes.
-struct Arena {
-  float* base;
-  int64_t used = 0;
-
-  float* take(int64_t count) {
-    float* p = base + used;
-    used += round_up(count, kPanel);
-    return p;
-  }
-};
-
-void lay_out(Tile* tile, int64_t rows, Arena* arena) {
-  const AttentionArgs& args = tile->args;
-  tile->value_columns = round_up(args.value_dim, kPanel);
-  tile->q = arena->take(rows * args.head_dim);
-  tile->scores = arena->take(rows * kKeyTile);
-  tile->acc = arena->take(rows * tile->value_columns);
-  tile->merged = args.batch_invariant ? arena->take(rows * tile->value_columns) : tile->acc;
-  tile->key_panels = arena->take(kKeyChunk * args.head_dim);
-  tile->value_panels = arena->take(tile->value_columns / kPanel * kValuePanelStride);
-  tile->largest = arena->take(rows);
-  tile->total = arena->take(rows);
-  tile->states = reinterpret_cast<MergeState*>(arena->take(rows * 2));
-}
-
 int64_t scratch_floats(const AttentionArgs& args) {
   const AttentionWork none{};
   Tile tile{args, none};
   Arena arena{nullptr};
-  lay_out(&tile, attention_tile_tokens(args.group) * args.group, &arena);
+  lay_out(&tile, attention_tile_tokens(args.group), &arena);
   return arena.used;
 }
 
 template <class T>
 void attend(const AttentionArgs& args, const AttentionWork& work, float* scratch) {
   Tile tile{args, work};
-  tile.rows = work.q_count * args.group;
-  const int64_t blocks = (tile.rows + kMaxBlockRows - 1) / kMaxBlockRows;
-  tile.block_rows = (tile.rows + blocks - 1) / blocks;
   tile.prefix = work.num_keys - work.num_queries;
   Arena arena{scratch};
-  lay_out(&tile, tile.rows, &arena);
+  lay_out(&tile, work.q_count, &arena);
   view_tokens(&tile);
-  load_queries<T>(&tile);
+  load_queries<T>(tile);
   const Span keys = tile.keys.cut({work.k_begin, work.k_end});
   if (work.partial_out != nullptr) {
     attend_piece(tile, keys);

@@ -14,10 +14,10 @@ constexpr int64_t kKeyTile = 128;
 constexpr int64_t kInvariantSplit = 512;
 
 // Query tokens of a tile, which packs the `group` query heads of a KV head: its rows share the
-// packed keys and values.
-constexpr int64_t kMaxTileTokens = 96;
+// packed keys and values. More rows mean less packing, until they leave the second-level cache.
+constexpr int64_t kMaxTileRows = 192;
 constexpr int64_t attention_tile_tokens(int64_t group) {
-  return group >= kMaxTileTokens ? 1 : kMaxTileTokens / group;
+  return group >= kMaxTileRows ? 1 : kMaxTileRows / group;
 }
 
 // Formats of keys and values. Queries and outputs have the first three.

@@ -2,9 +2,10 @@
 // panels.
 //
 // A panel holds 16 keys transposed ([head_dim][16]) or 16 columns of values ([keys][16]), in fp32.
-// A score is one chain of fused multiply-adds over head_dim, and an output column one chain over
-// the keys, whatever the shape of the register block: so a row's bits do not depend on the rows
-// that share its tile.
+// A score is a sum over head_dim, and an output column a sum over keys, in chains of kChain fused
+// multiply-adds whose ends are added up (so that the error does not grow with the length). Chains
+// begin at multiples of kChain and never depend on the shape of the register block, so a row's
+// bits do not depend on the rows that share its tile.
 #pragma once
 
 #include "attention_kernels.h"
@@ -14,9 +15,10 @@ namespace fastinfer::cpu::FI_ISA {
 
 constexpr int kPanel = 16;
 constexpr int kMaxBlockRows = 6;
+constexpr int64_t kChain = 64;
 // Value panels lie this far apart: one line more than a power of two, so that they do not compete
 // for the same cache sets.
-constexpr int64_t kValuePanelStride = (kKeyTile + 1) * kPanel;
+constexpr int64_t kValuePanelStride = (kChain + 1) * kPanel;
 
 struct int8 {
   int8_t value;
@@ -45,13 +47,17 @@ inline float to_float(fp8 x) {
   return decode_e4m3(vi{} + x.bits)[0];
 }
 
-// 2^x for x <= 0 within about 1 ulp, exactly 1 at 0, and 0 below -126; NaN stays NaN.
+inline vf larger(vf a, vf b) {
+  return a > b ? a : b;
+}  // b if either is NaN
+
+// 2^x for x <= 0 within about 1 ulp, exactly 1 at 0, and 0 below -126.5; NaN stays NaN.
 inline vf exp2_nonpositive(vf x) {
   const vf magic =
       splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
-  const vf clamped = select(x < splat(-126.0f), splat(-126.0f), x);
-  const vf shifted = clamped + magic;
-  const vf r = clamped - (shifted - magic);
+  x = larger(splat(-127.0f), x);
+  const vf shifted = x + magic;
+  const vf r = x - (shifted - magic);
   vf p = splat(1.53533620e-4f);
   p = p * r + splat(1.33988750e-3f);
   p = p * r + splat(9.61843692e-3f);
@@ -59,8 +65,27 @@ inline vf exp2_nonpositive(vf x) {
   p = p * r + splat(2.40226477e-1f);
   p = p * r + splat(6.93147182e-1f);
   p = p * r + splat(1.0f);
-  const vi exponent = (bit_cast<vi>(shifted) - bit_cast<vi>(magic) + 127) << 23;
-  return select(x < splat(-126.0f), splat(0.0f), p * bit_cast<vf>(exponent));
+  // The exponent field of 2^-127 is 0, which stands for 0.
+  const vi exponent = (bit_cast<vi>(shifted) - (0x4b400000 - 127)) << 23;
+  return p * bit_cast<vf>(exponent);
+}
+
+#if defined(__clang__)
+#define FI_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FI_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi{__VA_ARGS__}))
+#endif
+
+// Reductions by halves.
+inline float reduce_larger(vf x) {
+  x = larger(x, FI_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = larger(x, FI_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  return larger(x, FI_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+}
+inline float reduce_sum(vf x) {
+  x = x + FI_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = x + FI_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  return x[0] + x[1];
 }
 
 // ---- packing
@@ -73,11 +98,35 @@ struct TileRows {
 
 alignas(64) constexpr float kZeroRow[512] = {};
 
-#if defined(__clang__)
-#define FI_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FI_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi{__VA_ARGS__}))
-#endif
+// Asks for rows that are needed soon, a few lines at a time between other work, so that memory is
+// never idle and never asked for more than it can have in flight.
+struct Prefetch {
+  const TileRows& rows;
+  int64_t row;
+  int64_t last;
+  int64_t bytes;  // of a row
+  int64_t lines;  // for each call
+  int64_t offset = 0;
+
+  Prefetch(const TileRows& rows, int64_t first, int64_t last, int64_t bytes, int64_t calls)
+      : rows(rows), row(first), last(last), bytes(bytes) {
+    const int64_t all = first < last ? (last - first) * (bytes / kLine + 1) : 0;
+    lines = all / calls + 1;
+  }
+
+  void advance() {
+    for (int64_t i = 0; i < lines && row < last; ++i) {
+      __builtin_prefetch(rows.data[row] + offset, 0, 2);
+      offset += kLine;
+      if (offset >= bytes) {
+        offset = 0;
+        ++row;
+      }
+    }
+  }
+
+  static constexpr int64_t kLine = 64;
+};
 
 // x[i][j] <-> x[j][i]
 inline void transpose(vf (&x)[8]) {
@@ -101,8 +150,10 @@ inline void transpose(vf (&x)[8]) {
 // Keys [first, last) of a tile, both multiples of 16, into panels [head_dim][16]; panel 0 begins
 // with key `first`.
 template <class T, bool kScaled>
-void pack_keys(const TileRows& rows, int64_t first, int64_t last, int64_t head_dim, float* panels) {
+void pack_keys(const TileRows& rows, int64_t first, int64_t last, int64_t head_dim, float* panels,
+               Prefetch* prefetch) {
   for (int64_t key = first; key < last; key += kLanes) {
+    prefetch->advance();
     float* panel = panels + (key - first) / kPanel * kPanel * head_dim + key % kPanel;
     const T* row[kLanes];
     for (int i = 0; i < kLanes; ++i) row[i] = reinterpret_cast<const T*>(rows.data[key + i]);
@@ -129,25 +180,30 @@ void pack_keys(const TileRows& rows, int64_t first, int64_t last, int64_t head_d
 // columns beyond value_dim become 0.
 template <class T, bool kScaled>
 void pack_values(const TileRows& rows, int64_t first, int64_t last, int64_t value_dim,
-                 float* panels) {
+                 float* panels, Prefetch* prefetch) {
   for (int64_t key = first; key < last; ++key) {
+    if (key % kLanes == 0) prefetch->advance();
     const T* row = reinterpret_cast<const T*>(rows.data[key]);
     const vf scale = splat(kScaled ? rows.scale[key] : 1.0f);
     float* to = panels + (key - first) * kPanel;
-    int64_t c = 0;
-    for (; c + kLanes <= value_dim; c += kLanes) {
-      const vf x = load(row + c);
-      store(to + c / kPanel * kValuePanelStride + c % kPanel, kScaled ? x * scale : x);
-    }
-    for (; c % kPanel != 0 || c < value_dim; c += kLanes) {
-      const vf x = c < value_dim ? load_partial(row + c, value_dim - c) : splat(0.0f);
-      store(to + c / kPanel * kValuePanelStride + c % kPanel, kScaled ? x * scale : x);
+    for (int64_t c = 0; c < value_dim; c += kPanel, to += kValuePanelStride) {
+      vf a, b;
+      if (c + kPanel <= value_dim) {
+        a = load(row + c);
+        b = load(row + c + kLanes);
+      } else {
+        const int64_t rest = value_dim - c;
+        a = load_partial(row + c, rest < kLanes ? rest : kLanes);
+        b = load_partial(row + c + kLanes, rest - kLanes);
+      }
+      store(to, kScaled ? a * scale : a);
+      store(to + kLanes, kScaled ? b * scale : b);
     }
   }
 }
 
 using PackFunction = void (*)(const TileRows& rows, int64_t first, int64_t last, int64_t dim,
-                              float* panels);
+                              float* panels, Prefetch* prefetch);
 
 // Indexed by ElementFormat.
 constexpr PackFunction kPackKeys[kNumFormats] = {pack_keys<float, false>, pack_keys<bf16, false>,
@@ -164,36 +220,39 @@ constexpr PackFunction kPackValues[kNumFormats] = {
 template <int kRows, int kVectors>
 void score_block(const float* q, int64_t q_stride, const float* panels, int64_t head_dim,
                  float* scores) {
-  vf acc[kRows][kVectors] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    vf key[kVectors];
+  for (int64_t begin = 0; begin < head_dim; begin += kChain) {
+    const int64_t end = head_dim - begin < kChain ? head_dim : begin + kChain;
+    vf acc[kRows][kVectors] = {};
+    for (int64_t d = begin; d < end; ++d) {
+      vf key[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      key[v] = load(panels + v / 2 * (kPanel * head_dim) + d * kPanel + v % 2 * kLanes);
+      for (int v = 0; v < kVectors; ++v) {
+        key[v] = load(panels + v / 2 * (kPanel * head_dim) + d * kPanel + v % 2 * kLanes);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const vf x = splat(q[r * q_stride + d]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = acc[r][v] + x * key[v];
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const vf x = splat(q[r * q_stride + d]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = acc[r][v] + x * key[v];
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = scores + r * kKeyTile + v * kLanes;
+        store(to, begin == 0 ? acc[r][v] : load(to) + acc[r][v]);
+      }
     }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(scores + r * kKeyTile + v * kLanes, acc[r][v]);
   }
 }
 
-// acc[r][c] += sum_j weights[r][j] * values[j][c] for `count` keys and kVectors * 8 columns of
-// adjacent panels.
+// sums[r][c] += sum_j weights[r][j] * values[j][c] for `count` <= kChain keys and kVectors * 8
+// columns of adjacent panels.
 template <int kRows, int kVectors>
-void value_block(const float* weights, const float* panels, int64_t count, float* acc_rows,
-                 int64_t acc_stride) {
-  vf acc[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = load(acc_rows + r * acc_stride + v * kLanes);
-  }
+void value_block(const float* weights, const float* panels, int64_t count, float* sums,
+                 int64_t sums_stride) {
+  vf acc[kRows][kVectors] = {};
   for (int64_t j = 0; j < count; ++j) {
     vf value[kVectors];
 #pragma GCC unroll 8
@@ -210,14 +269,17 @@ void value_block(const float* weights, const float* panels, int64_t count, float
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(acc_rows + r * acc_stride + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = sums + r * sums_stride + v * kLanes;
+      store(to, load(to) + acc[r][v]);
+    }
   }
 }
 
 using ScoreFunction = void (*)(const float* q, int64_t q_stride, const float* panels,
                                int64_t head_dim, float* scores);
 using ValueFunction = void (*)(const float* weights, const float* panels, int64_t count,
-                               float* acc_rows, int64_t acc_stride);
+                               float* sums, int64_t sums_stride);
 
 // For 1 to kMaxBlockRows rows: one panel at a time, and several where few rows leave registers free
 // to hide the adder's latency.

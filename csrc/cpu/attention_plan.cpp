@@ -23,6 +23,9 @@ void check_cumulative(const char* op, const char* name, const int32_t* cu, int64
            " as last element, got ", cu[num_sequences]);
 }
 
+// Threads take items one by one, so an item should be a small part of a thread's share.
+constexpr int64_t kItemsPerThread = 4;
+
 // FNV-1a over the lengths, so that a plan made for others is noticed.
 uint64_t digest(const AttentionLengths& lengths) {
   uint64_t hash = 0xcbf29ce484222325u;
@@ -130,7 +133,13 @@ PlanHeader plan_header(const AttentionProblem& p, const AttentionLengths& length
 AttentionPlan make_plan(const PlanHeader& header, const AttentionLengths& lengths,
                         int64_t threads) {
   AttentionPlan plan{header, {}};
-  const int64_t tile_tokens = attention_tile_tokens(header.num_heads / header.num_kv_heads);
+  const int64_t group = header.num_heads / header.num_kv_heads;
+  int64_t tile_tokens = attention_tile_tokens(group);
+  // Short prompts are cut finer, so that there is something for every thread.
+  while (header.total_q / tile_tokens * header.num_kv_heads < threads * kItemsPerThread &&
+         tile_tokens / 2 * group >= 2 * kPlanMinTileRows) {
+    tile_tokens /= 2;
+  }
   struct Tile {
     PlanItem item;
     int64_t cost;
@@ -149,11 +158,9 @@ AttentionPlan make_plan(const PlanHeader& header, const AttentionLengths& length
       total_cost += cost;
     }
   }
-  // Threads take items one by one, so the long ones go first and an item should be a small part of
-  // a thread's share.
+  // The long ones go first.
   std::stable_sort(tiles.begin(), tiles.end(),
                    [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
-  constexpr int64_t kItemsPerThread = 4;
   const int64_t share = total_cost * header.num_kv_heads / (threads * kItemsPerThread);
   const int64_t max_partial_rows = plan_partial_rows(header.total_q, header.max_seqlen_k);
   int64_t partial_rows = 0;

@@ -24,15 +24,31 @@ struct Fp8 {
 template <class T>
 inline float largest_magnitude(const T* x, int64_t n) {
   vi m = {};
-  int64_t i = 0;
-  for (; i < n; i += kLanes) {
-    const vf v = n - i >= kLanes ? load(x + i) : load_partial(x + i, n - i);
+  const auto visit = [&](vf v) __attribute__((always_inline)) {
     const vi magnitude = bit_cast<vi>(v) & 0x7fffffff;
     m = magnitude > m ? magnitude : m;
-  }
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) visit(load(x + i));
+  if (i < n) visit(load_partial(x + i, n - i));
   int32_t largest = m[0];
   for (int j = 1; j < kLanes; ++j) largest = m[j] > largest ? m[j] : largest;
   return bit_cast<float>(largest);
+}
+
+template <class Format>
+struct Codes {
+  typename Format::Storage codes[kLanes];
+};
+
+template <class Format>
+inline Codes<Format> quantize_lanes(vf v, float scale) {
+  // A true division, not a product with the reciprocal: the stored bits are part of the contract.
+  v = v / splat(scale);
+  v = vmin(splat(Format::kLimit), v);  // keeps a NaN
+  v = vmax(splat(-Format::kLimit), v);
+  typedef typename Format::Storage Stored __attribute__((vector_size(kLanes)));
+  return bit_cast<Codes<Format>>(__builtin_convertvector(Format::encode(v), Stored));
 }
 
 template <class Format, class T>
@@ -48,16 +64,15 @@ void quantize(const AppendRow& row) {
   } else {
     scale = *row.scale;
   }
-  for (int64_t i = 0; i < row.dim; i += kLanes) {
-    const int64_t n = row.dim - i;
-    // A true division, not a product with the reciprocal: the stored bits are part of the contract.
-    vf v = (n >= kLanes ? load(x + i) : load_partial(x + i, n)) / splat(scale);
-    v = vmin(splat(Format::kLimit), v);  // keeps a NaN
-    v = vmax(splat(-Format::kLimit), v);
-    typedef Storage Stored __attribute__((vector_size(kLanes * sizeof(Storage))));
-    const Stored stored = __builtin_convertvector(Format::encode(v), Stored);
-    std::memcpy(out + i, &stored, n >= kLanes ? kLanes : static_cast<size_t>(n));
+  int64_t i = 0;
+  for (; i + kLanes <= row.dim; i += kLanes) {
+    const Codes<Format> lanes = quantize_lanes<Format>(load(x + i), scale);
+    std::memcpy(out + i, lanes.codes, sizeof(lanes));
   }
+  const int64_t rest = row.dim - i;
+  if (rest == 0) return;
+  const Codes<Format> lanes = quantize_lanes<Format>(load_partial(x + i, rest), scale);
+  for (int64_t j = 0; j < rest; ++j) out[i + j] = lanes.codes[j];
 }
 
 template <class T>

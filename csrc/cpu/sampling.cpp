@@ -21,6 +21,11 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 // tokens, do not depend on it.
 constexpr int64_t kChunk = 16384;
 
+// What a pass costs for each token, in elements touched: looking for the largest runs at the speed
+// of memory, and threads would only be waited for.
+constexpr double kScanCost = 1.0 / 16;
+constexpr double kPassCost = 1.0;
+
 // ---- a row of logits, and the kernels run over its chunks
 
 struct Row {
@@ -31,9 +36,10 @@ struct Row {
   int64_t chunks() const { return (size + kChunk - 1) / kChunk; }
   LogitSpan chunk(int64_t c) const { return {data, c * kChunk, std::min((c + 1) * kChunk, size)}; }
 
+  // `cost` is the work of a token, in elements touched.
   template <class F>
-  void for_chunks(const F& f) const {
-    parallel_for(chunks(), kChunk, [&](int64_t begin, int64_t end) {
+  void for_chunks(double cost, const F& f) const {
+    parallel_for(chunks(), static_cast<int64_t>(cost * kChunk), [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) f(c, chunk(c));
     });
   }
@@ -42,7 +48,8 @@ struct Row {
 ScanResult scan(const Row& row, bool with_min) {
   const auto kernel = sampling_kernels().scan[row.element];
   std::vector<ScanResult> parts(row.chunks());
-  row.for_chunks([&](int64_t c, const LogitSpan& span) { parts[c] = kernel(span, with_min); });
+  row.for_chunks(kScanCost,
+                 [&](int64_t c, const LogitSpan& span) { parts[c] = kernel(span, with_min); });
   ScanResult result = parts[0];
   for (size_t c = 1; c < parts.size(); ++c) {
     if (parts[c].max > result.max) {
@@ -58,7 +65,8 @@ ScanResult scan(const Row& row, bool with_min) {
 DrawResult draw(const Row& row, const DrawParams& params) {
   const auto kernel = sampling_kernels().draw[row.element];
   std::vector<DrawResult> parts(row.chunks());
-  row.for_chunks([&](int64_t c, const LogitSpan& span) { parts[c] = kernel(span, params); });
+  row.for_chunks(kPassCost,
+                 [&](int64_t c, const LogitSpan& span) { parts[c] = kernel(span, params); });
   DrawResult result = parts[0];
   for (const DrawResult& part : parts) {
     if (part.score > result.score) result = part;
@@ -132,8 +140,9 @@ class RowBins {
   RowBins(const Row& row, const Binning& binning, bool with_mass)
       : row_(row), binning_(binning), parts_(row.chunks()), total_{} {
     const auto kernel = sampling_kernels().histogram[row.element];
-    row.for_chunks(
-        [&](int64_t c, const LogitSpan& span) { kernel(span, binning_, with_mass, &parts_[c]); });
+    row.for_chunks(kPassCost, [&](int64_t c, const LogitSpan& span) {
+      kernel(span, binning_, with_mass, &parts_[c]);
+    });
     for (const Histogram& part : parts_) {
       for (int bin = 0; bin < Binning::kBins; ++bin) {
         total_.counts[bin] += part.counts[bin];
@@ -147,7 +156,7 @@ class RowBins {
     for (size_t c = 0; c < parts_.size(); ++c) starts[c + 1] = starts[c] + parts_[c].counts[bin];
     std::vector<float> values(starts.back());
     const auto kernel = sampling_kernels().collect[row_.element];
-    row_.for_chunks([&](int64_t c, const LogitSpan& span) {
+    row_.for_chunks(kPassCost, [&](int64_t c, const LogitSpan& span) {
       if (starts[c + 1] > starts[c]) kernel(span, binning_, bin, values.data() + starts[c]);
     });
     return values;
@@ -266,7 +275,8 @@ void sample_out(const Tensor& logits, const std::optional<Tensor>& temperature,
     for (int64_t r = 0; r < p.rows; ++r) sample_row(p, r);
     return;
   }
-  parallel_for(p.rows, p.vocab, [&](int64_t begin, int64_t end) {
+  const double cost = p.temperature == nullptr ? kScanCost : kPassCost;
+  parallel_for(p.rows, static_cast<int64_t>(cost * p.vocab), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) sample_row(p, r);
   });
 }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastinfer.ops  # noqa: F401  (defines torch.ops.fastinfer)
 from tests.helpers import cumulative, make_pages, random_tree_masks
 from tests.reference import rotary_cos_sin
 
@@ -178,7 +179,9 @@ def _layer_norm(tokens: int, dtype: torch.dtype) -> Arguments:
     return {**_norm(tokens, dtype), "bias": torch.randn(40).to(dtype)}
 
 
-def _with_residual(make: Callable[[int, torch.dtype], Arguments]) -> Callable[[int, torch.dtype], Arguments]:
+def _with_residual(
+    make: Callable[[int, torch.dtype], Arguments],
+) -> Callable[[int, torch.dtype], Arguments]:
     def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
         plain = make(tokens, dtype)
         return {**plain, "residual": torch.randn_like(plain["x"])}

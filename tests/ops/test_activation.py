@@ -156,7 +156,9 @@ def test_overloads_are_equal(backend: Backend, op: str, options: dict[str, bool]
 def test_gelu_is_by_erf_unless_asked(backend: Backend) -> None:
     x = torch.randn(3, 20, device=backend.device)
     assert_bit_equal(backend.ops.gelu_and_mul(x), backend.ops.gelu_and_mul(x, tanh_approx=False))
-    assert not torch.equal(backend.ops.gelu_and_mul(x), backend.ops.gelu_and_mul(x, tanh_approx=True))
+    assert not torch.equal(
+        backend.ops.gelu_and_mul(x), backend.ops.gelu_and_mul(x, tanh_approx=True)
+    )
 
 
 @by_op
@@ -185,9 +187,7 @@ def test_rows_do_not_see_each_other(
 
 
 @by_op
-def test_row_offset_beyond_32_bits(
-    backend: Backend, op: str, options: dict[str, bool]
-) -> None:
+def test_row_offset_beyond_32_bits(backend: Backend, op: str, options: dict[str, bool]) -> None:
     """R06."""
     near = torch.randn(3, 64, device=backend.device).to(torch.bfloat16)
     call = getattr(backend.ops, op)

@@ -105,7 +105,9 @@ def test_sizes(
 @by_dtype
 @QUANTIZED
 @pytest.mark.parametrize("static", [False, True], ids=["per_token", "static"])
-@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (7, 33), (40, 40), (64, 96), (128, 128), (256, 192)])
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(1, 1), (7, 33), (40, 40), (64, 96), (128, 128), (256, 192)]
+)
 def test_quantized_pages(
     backend: Backend,
     dtype: torch.dtype,
@@ -162,7 +164,9 @@ def test_quantization_error_is_half_a_step(
         if storage == INT8:
             assert (error <= amax / 127 * 0.5001).all()
         else:  # three mantissa bits; below 2^-6 the steps of subnormals are 2^-9
-            assert (error <= torch.maximum(x.double().abs() / 16, amax / 448 * 2**-10) * 1.0001).all()
+            assert (
+                error <= torch.maximum(x.double().abs() / 16, amax / 448 * 2**-10) * 1.0001
+            ).all()
 
 
 @QUANTIZED
@@ -201,9 +205,7 @@ def test_large_values_saturate(
 
 
 @QUANTIZED
-def test_infinity_saturates_under_a_static_scale(
-    backend: Backend, storage: torch.dtype
-) -> None:
+def test_infinity_saturates_under_a_static_scale(backend: Backend, storage: torch.dtype) -> None:
     """R34."""
     device = backend.device
     k, v = tokens(2, torch.float32, device)
@@ -230,7 +232,11 @@ def test_nan_and_infinity_stay_visible_under_scales_per_token(
         caches = [pool(1, 2, 8, 24, storage, device=device) for _ in range(2)]
         scales = [scale_pool(1, 2, 8, False, device) for _ in range(2)]
         backend.ops.append_paged_kv_cache_(
-            *pair, *caches, torch.tensor([0, 1, 2], device=device), k_scale=scales[0], v_scale=scales[1]
+            *pair,
+            *caches,
+            torch.tensor([0, 1, 2], device=device),
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
         results.append(
             [
@@ -247,9 +253,7 @@ def test_nan_and_infinity_stay_visible_under_scales_per_token(
 
 @QUANTIZED
 @pytest.mark.parametrize("amax", [1e-45, 1e-43, 1e-40, 1e-38, 1e-36])
-def test_denormal_rows_stay_finite(
-    backend: Backend, storage: torch.dtype, amax: float
-) -> None:
+def test_denormal_rows_stay_finite(backend: Backend, storage: torch.dtype, amax: float) -> None:
     """R34: amax / 127 may be denormal or 0; what is read back is finite and no larger than amax."""
     device = backend.device
     k = torch.rand(2, 2, 24, device=device) * amax
@@ -277,10 +281,14 @@ def test_nhd_pages_and_strided_tokens_equal_contiguous(
     _, k, v = fused.view(9, 8, 24).split([4, 2, 2], 1)
     mapping = slots(9, 48, device, skipped=1)
     for make in (lambda x: x, column_slice, misaligned, swapped):
-        caches = [pool(3, 2, 16, 24, storage or dtype, layout="NHD", device=device) for _ in range(2)]
+        caches = [
+            pool(3, 2, 16, 24, storage or dtype, layout="NHD", device=device) for _ in range(2)
+        ]
         scales = {}
         if storage:
-            scales = {n: swapped(scale_pool(3, 2, 16, False, device)) for n in ("k_scale", "v_scale")}
+            scales = {
+                n: swapped(scale_pool(3, 2, 16, False, device)) for n in ("k_scale", "v_scale")
+            }
         append_and_check(backend, make(k), make(v), *caches, mapping, **scales)
 
 
@@ -290,7 +298,10 @@ def test_halves_of_one_pool(backend: Backend, dtype: torch.dtype) -> None:
     device = backend.device
     k, v = tokens(7, dtype, device)
     mapping = slots(7, 48, device)
-    for select in (lambda kv: (kv[0], kv[1]), lambda kv: (kv.transpose(0, 1)[:, 0], kv.transpose(0, 1)[:, 1])):
+    for select in (
+        lambda kv: (kv[0], kv[1]),
+        lambda kv: (kv.transpose(0, 1)[:, 0], kv.transpose(0, 1)[:, 1]),
+    ):
         kv = pool(6, 2, 16, 24, dtype, device=device).view(2, 3, 2, 16, 24)
         append_and_check(backend, k, v, *select(kv), mapping)
         touched = (bits(kv) != bits(pool(1, 1, 1, 1, dtype, device=device).flatten()[:1])).any(-1)
@@ -312,9 +323,7 @@ def test_only_its_slots_are_written(backend: Backend, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, INT8, FP8], ids=dtype_name)
 @pytest.mark.parametrize("stride", [1_039_680, 2**28])
-def test_last_pages_of_a_large_pool(
-    backend: Backend, storage: torch.dtype, stride: int
-) -> None:
+def test_last_pages_of_a_large_pool(backend: Backend, storage: torch.dtype, stride: int) -> None:
     """R04, R05: writes, and writes of scales, past 2^31 elements equal those into page 0."""
     device = backend.device
     k, v = tokens(5, torch.bfloat16, device)
@@ -387,7 +396,9 @@ def test_tokens_do_not_see_each_other(backend: Backend) -> None:
         scales = {n: scale_pool(32, 2, 8, False, device) for n in ("k_scale", "v_scale")}
         mapping = torch.arange(256, device=device)[picked]
         backend.ops.append_paged_kv_cache_(k[picked], v[picked], *caches, mapping, **scales)
-        results.append([caches[0][0, :, 7], caches[1][0, :, 7], *(s[0, :, 7] for s in scales.values())])
+        results.append(
+            [caches[0][0, :, 7], caches[1][0, :, 7], *(s[0, :, 7] for s in scales.values())]
+        )
     for ours, wanted in zip(*results, strict=True):
         assert_bit_equal(ours.clone(), wanted.clone())
 

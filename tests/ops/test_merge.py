@@ -142,9 +142,7 @@ def test_merged_splits_equal_the_whole(backend: Backend, dtype: torch.dtype) -> 
 
 @by_dtype
 @pytest.mark.parametrize("layout", STRIDED)
-def test_strided_inputs_equal_contiguous(
-    backend: Backend, dtype: torch.dtype, layout: str
-) -> None:
+def test_strided_inputs_equal_contiguous(backend: Backend, dtype: torch.dtype, layout: str) -> None:
     outs, lses = states(backend, dtype, 3, 5, 4, 40)
     expected = backend.ops.merge_attention_states(outs, lses)
     ours = backend.ops.merge_attention_states(STRIDED[layout](outs), STRIDED[layout](lses))

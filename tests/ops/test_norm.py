@@ -80,9 +80,7 @@ def test_weight_offset_and_eps(
     eps: float,
 ) -> None:
     x = torch.randn(3, 65, device=backend.device).to(dtype)
-    args = parameters(
-        norm, 65, dtype if weight_dtype == "same" else torch.float32, backend.device
-    )
+    args = parameters(norm, 65, dtype if weight_dtype == "same" else torch.float32, backend.device)
     out = getattr(backend.ops, norm)(x, *args, eps=eps, weight_offset=weight_offset)
     check(norm, out, x, *args, eps=eps, weight_offset=weight_offset)
 
@@ -168,9 +166,7 @@ def test_large_hidden_at_an_odd_address(
 
 @by_norm
 @by_dtype
-def test_out_is_filled_and_nothing_else_is(
-    backend: Backend, norm: str, dtype: torch.dtype
-) -> None:
+def test_out_is_filled_and_nothing_else_is(backend: Backend, norm: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, 37, device=backend.device).to(dtype)
     args = parameters(norm, 37, dtype, backend.device)
     out = guarded((4, 3, 37), dtype, backend.device)

@@ -7,6 +7,15 @@ from tests.conftest import Backend
 from tests.ops.op_inputs import OUTPUTS, VARIANTS, make, receivers
 
 
+ALL_CHECKS = [
+    "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+]  # fmt: skip
+
+
+def is_fp8(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn
+
+
 def on_device(arguments: dict, device: str) -> dict:
     return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
 
@@ -14,7 +23,10 @@ def on_device(arguments: dict, device: str) -> dict:
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_functional_and_in_place_overloads(backend: Backend, op: str, variant: str) -> None:
     arguments = on_device(make(op, variant), backend.device)
-    torch.library.opcheck(getattr(backend.library, op).default, (), arguments)
+    checks = ALL_CHECKS
+    if any(is_fp8(x) for x in arguments.values()):
+        checks = [c for c in ALL_CHECKS if c != "test_schema"]  # torch compares by arithmetic
+    torch.library.opcheck(getattr(backend.library, op).default, (), arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(("op", "variant"), [pair for pair in VARIANTS if pair[0] in OUTPUTS])

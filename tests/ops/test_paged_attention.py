@@ -168,9 +168,7 @@ def test_block_sizes(backend: Backend, dtype: torch.dtype, block_size: int, stor
 @by_dtype
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (8, 1), (14, 2), (33, 11)])
 def test_head_groups(backend: Backend, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    args, _, maxima = step(
-        backend, *STEPS["mixed"], dtype, heads=heads, num_kv_heads=kv_heads
-    )
+    args, _, maxima = step(backend, *STEPS["mixed"], dtype, heads=heads, num_kv_heads=kv_heads)
     check(backend.ops.paged_attention(*args, **maxima), args, maxima)
 
 
@@ -408,9 +406,7 @@ def test_last_pages_of_a_large_pool(
     backend: Backend, storage: str, stride: int, steps: str
 ) -> None:
     """R04, R05: decode, verification and scale loads past 2^31 elements equal those at page 0."""
-    args, pool, maxima = step(
-        backend, *STEPS[steps], torch.bfloat16, fill=0.0, **STORAGES[storage]
-    )
+    args, pool, maxima = step(backend, *STEPS[steps], torch.bfloat16, fill=0.0, **STORAGES[storage])
     expected = backend.ops.paged_attention(*args, **maxima, **pool.scales)
     first = 2**31 // stride + 1
     table = pool.block_table.clone()
@@ -437,7 +433,17 @@ def test_rows_do_not_depend_on_the_batch(
     q, k_cache, v_cache, table, cu_q, seq_lens = args
     options = {**pool.scales, "batch_invariant": True}
     whole = backend.ops.paged_attention(*args, **maxima, **options)
-    for first, count in ((0, 1), (1, 1), (2, 1), (3, 1), (255, 1), (0, 2), (1, 3), (2, 17), (0, 64)):
+    for first, count in (
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (255, 1),
+        (0, 2),
+        (1, 3),
+        (2, 17),
+        (0, 64),
+    ):
         bounds = cu_q[first : first + count + 1]
         rows = slice(int(bounds[0]), int(bounds[-1]))
         part = backend.ops.paged_attention(
@@ -469,13 +475,9 @@ def test_result_does_not_depend_on_the_number_of_threads(backend: Backend) -> No
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(33, 2), (3, 2)])
-def test_heads_that_do_not_divide_are_refused(
-    backend: Backend, heads: int, kv_heads: int
-) -> None:
+def test_heads_that_do_not_divide_are_refused(backend: Backend, heads: int, kv_heads: int) -> None:
     """R26."""
-    args, _, maxima = step(
-        backend, [1], [5], torch.float32, heads=heads, num_kv_heads=kv_heads
-    )
+    args, _, maxima = step(backend, [1], [5], torch.float32, heads=heads, num_kv_heads=kv_heads)
     with pytest.raises(ValueError, match=rf"paged_attention.*{heads}"):
         backend.ops.paged_attention(*args, **maxima)
 

@@ -11,7 +11,9 @@ from tests.helpers import assert_bit_equal, cumulative, guarded
 from tests.ops.test_paged_attention import assert_same_results, check, step
 
 
-def plan_arguments(args: list[Tensor], maxima: dict[str, int]) -> tuple[list[Tensor], dict[str, int]]:
+def plan_arguments(
+    args: list[Tensor], maxima: dict[str, int]
+) -> tuple[list[Tensor], dict[str, int]]:
     sizes = {
         "total_q": args[0].shape[0], "num_heads": args[0].shape[1],
         "num_kv_heads": args[1].shape[1],
@@ -54,7 +56,11 @@ def test_plan_overloads_are_equal_and_fill_out(backend: Backend) -> None:
 def test_plan_size_depends_on_shapes_and_maxima_only(backend: Backend) -> None:
     """R21: a captured step keeps its plan buffer when the lengths change."""
     shapes = set()
-    for counts, lengths in (([1, 1, 4], [9, 9, 9]), ([4, 1, 1], [4000, 1, 300]), ([0, 2, 4], [0, 2, 4])):
+    for counts, lengths in (
+        ([1, 1, 4], [9, 9, 9]),
+        ([4, 1, 1], [4000, 1, 300]),
+        ([0, 2, 4], [0, 2, 4]),
+    ):
         shapes.add(
             backend.ops.plan_attention(
                 cumulative(counts, backend.device),

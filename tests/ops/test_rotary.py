@@ -150,7 +150,10 @@ def test_writes_only_its_views(backend: Backend, interleaved: bool) -> None:
 @by_style
 def test_only_the_rows_of_its_positions_are_read(backend: Backend, interleaved: bool) -> None:
     q, _ = inputs(backend, torch.float32, 3, 2, 1, 16)
-    positions, cos_sin = torch.tensor([1, 4, 1], device=backend.device), table(16, 6, backend.device)
+    positions, cos_sin = (
+        torch.tensor([1, 4, 1], device=backend.device),
+        table(16, 6, backend.device),
+    )
     expected, _ = reference.rotary_embedding_(q, None, positions, cos_sin, interleaved=interleaved)
     cos_sin[[0, 2, 3, 5]] = torch.nan
     backend.ops.rotary_embedding_(q, None, positions, cos_sin, interleaved=interleaved)

@@ -25,7 +25,9 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 SCORE_TOLERANCE = 2e-5
 
 
-def settings(batch: int, device: str, *, temperature: float = 1.0, seed: int = 0, **filters: float) -> dict[str, Tensor]:
+def settings(
+    batch: int, device: str, *, temperature: float = 1.0, seed: int = 0, **filters: float
+) -> dict[str, Tensor]:
     """The per-row arguments of `batch` rows that differ in their seed and position only."""
     rows: dict[str, Tensor] = {
         "temperature": torch.full((batch,), temperature),
@@ -33,7 +35,9 @@ def settings(batch: int, device: str, *, temperature: float = 1.0, seed: int = 0
         "positions": torch.arange(batch) * 3 + 1,
     }
     for name, value in filters.items():
-        rows[name] = torch.full((batch,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+        rows[name] = torch.full(
+            (batch,), value, dtype=torch.int32 if name == "top_k" else torch.float32
+        )
     return {name: row.to(device) for name, row in rows.items()}
 
 
@@ -88,7 +92,12 @@ def test_greedy_is_the_largest_logit(
 def test_greedy_ties_go_to_the_lowest_index(
     backend: Backend, dtype: torch.dtype, vocab: int
 ) -> None:
-    for first, second in ((0, vocab - 1), (vocab // 2, vocab // 2 + 1), (3, 8), (vocab - 2, vocab - 1)):
+    for first, second in (
+        (0, vocab - 1),
+        (vocab // 2, vocab // 2 + 1),
+        (3, 8),
+        (vocab - 2, vocab - 1),
+    ):
         logits = torch.zeros(2, vocab, device=backend.device).to(dtype) - 1
         logits[:, [first, second]] = 2.0
         assert backend.ops.sample(logits)[0].tolist() == [first] * 2
@@ -221,7 +230,9 @@ def test_seed_and_position_use_all_their_bits(backend: Backend) -> None:
         rows = settings(64, backend.device)
         rows["seeds"].zero_()
         rows["positions"].zero_()
-        rows[name] = torch.tensor([1 << i if i < 63 else -(2**63) for i in range(64)]).to(backend.device)
+        rows[name] = torch.tensor([1 << i if i < 63 else -(2**63) for i in range(64)]).to(
+            backend.device
+        )
         token_ids = backend.ops.sample(logits, **rows)[0]
         assert len(set(token_ids.tolist())) > 50, name
         check((token_ids, torch.ones(64, dtype=torch.bool)), logits, rows)
@@ -278,7 +289,15 @@ def test_a_row_does_not_depend_on_the_batch(
     logits = (torch.randn(256, vocab, device=backend.device) * 2).to(dtype)
     rows = mixed_settings(256, backend.device)
     whole = backend.ops.sample(logits, **rows)
-    for picked in ([0], [255], [17], [3, 200], list(range(5, 22)), list(range(64)), list(range(255, -1, -1))):
+    for picked in (
+        [0],
+        [255],
+        [17],
+        [3, 200],
+        list(range(5, 22)),
+        list(range(64)),
+        list(range(255, -1, -1)),
+    ):
         part = {name: row[picked] for name, row in rows.items()}
         token_ids, valid = backend.ops.sample(logits[picked], **part)
         assert_bit_equal(token_ids, whole[0][picked])
@@ -291,16 +310,20 @@ def test_a_filter_that_is_off_changes_nothing(backend: Backend) -> None:
     logits = torch.randn(200, 77, device=backend.device)
     rows = settings(200, backend.device)
     expected = backend.ops.sample(logits, **rows)[0]
-    for name, off in (("top_k", 0), ("top_k", 77), ("top_k", 10**9), ("top_p", 1.0), ("min_p", 0.0)):
+    for name, off in (
+        ("top_k", 0),
+        ("top_k", 77),
+        ("top_k", 10**9),
+        ("top_p", 1.0),
+        ("min_p", 0.0),
+    ):
         ours = backend.ops.sample(logits, **settings(200, backend.device, **{name: off}))[0]
         assert_bit_equal(ours, expected, name)
 
 
 @by_dtype
 @pytest.mark.parametrize("layout", ["column_slice", "misaligned"])
-def test_strided_logits_equal_contiguous(
-    backend: Backend, dtype: torch.dtype, layout: str
-) -> None:
+def test_strided_logits_equal_contiguous(backend: Backend, dtype: torch.dtype, layout: str) -> None:
     """R08: logits as the first columns of a padded vocabulary, the padding being NaN."""
     logits = torch.randn(32, 77, device=backend.device).to(dtype)
     rows = mixed_settings(32, backend.device)
@@ -371,8 +394,7 @@ def test_nan_rows_are_marked_and_stay_in_the_vocabulary(
     logits[3, [0, 7, 39]] = math.nan
     largest = logits[3].nan_to_num(nan=-math.inf).argmax().item()
     clean = logits[[0, 2, 4]]
-    for result, alone in zip(both_ways(backend, logits), both_ways(backend, clean), strict=True):
-        token_ids, valid = result
+    for token_ids, valid in both_ways(backend, logits):
         assert valid.tolist() == [True, False, True, False, True]
         assert token_ids[1] == 0 and token_ids[3] == largest
     assert torch.equal(both_ways(backend, logits)[0][0][[0, 2, 4]], both_ways(backend, clean)[0][0])
