@@ -1,4 +1,5 @@
-// What this library was built with, read by `fastinfer doctor` through ctypes: plain C, so that it needs no op.
+// What this library was built with, read by `fastinfer doctor` through ctypes: plain C, so that it
+// needs no op.
 #include "cpu/isa.h"
 
 #ifndef FI_CUDA_ARCHS
@@ -8,7 +9,11 @@
 #define FI_EXPORT extern "C" __attribute__((visibility("default")))
 
 // "avx2" or "generic": what the CPU kernels run with on this processor.
-FI_EXPORT const char* fastinfer_cpu_isa() { return fastinfer::cpu::isa_name(); }
+FI_EXPORT const char* fastinfer_cpu_isa() {
+  return fastinfer::cpu::isa_name();
+}
 
 // "90a", or "" when no CUDA kernel was built.
-FI_EXPORT const char* fastinfer_cuda_archs() { return FI_CUDA_ARCHS; }
+FI_EXPORT const char* fastinfer_cuda_archs() {
+  return FI_CUDA_ARCHS;
+}

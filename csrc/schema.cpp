@@ -3,19 +3,21 @@
 // Shapes (the Python wrappers in fastinfer/ops carry the full documentation):
 //   T tokens, B sequences, H query heads, Hk key/value heads, D head size, Dv value head size.
 // Conventions:
-//   - an op with a fresh output has a functional overload and `.out`; an op that works in place ends in `_`;
-//   - lengths, sizes and counts are SymInt, so that torch.compile does not recompile for each value;
+//   - an op with a fresh output has a functional overload and `.out`; an op that works in place
+//   ends in `_`;
+//   - lengths, sizes and counts are SymInt, so that torch.compile does not recompile for each
+//   value;
 //   - defaults here and in the Python wrappers are the same (tests/test_schema.py compares them).
 
 #include <torch/csrc/stable/library.h>
 
-#define FI_ATTENTION_OPTIONS                                                                      \
-  "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, "         \
+#define FI_ATTENTION_OPTIONS                                                              \
+  "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, " \
   "float softcap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, bool batch_invariant=False"
-#define FI_PAGED_OPTIONS                                                                          \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, bool causal=True, "               \
-  "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sinks=None, "        \
-  "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, "       \
+#define FI_PAGED_OPTIONS                                                                    \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, bool causal=True, "         \
+  "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sinks=None, "  \
+  "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, " \
   "bool batch_invariant=False"
 #define FI_OUT_LSE "Tensor(a!) out, Tensor(b!) lse) -> ()"
 

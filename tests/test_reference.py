@@ -164,7 +164,10 @@ def test_norms_and_activations_equal_torch() -> None:
         (reference.layer_norm(x, w), F.layer_norm(x, (10,), w, None, 1e-5)),
         (reference.silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:]),
         (reference.gelu_and_mul(x), F.gelu(x[:, :5]) * x[:, 5:]),
-        (reference.gelu_and_mul(x, tanh_approx=True), F.gelu(x[:, :5], approximate="tanh") * x[:, 5:]),
+        (
+            reference.gelu_and_mul(x, tanh_approx=True),
+            F.gelu(x[:, :5], approximate="tanh") * x[:, 5:],
+        ),
     ]  # fmt: skip
     for actual, expected in pairs:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

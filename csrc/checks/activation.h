@@ -2,8 +2,8 @@
 // pointers out.
 #pragma once
 
-#include "../rows.h"
 #include "../torch_utils.h"
+#include "rows.h"
 
 namespace fastinfer {
 
@@ -15,14 +15,6 @@ struct ActivationProblem {
   Rows out_rows;
   int64_t width;
 };
-
-inline Rows activation_rows(const Arg& arg) {
-  Rows rows;
-  FI_CHECK(make_rows(arg.sizes, arg.strides, arg.rank - 1, &rows), arg.op, arg.name,
-           ": expected at most ", kMaxRowDims,
-           " leading dimensions that cannot be merged, got shape ", shape_text(arg));
-  return rows;
-}
 
 inline ActivationProblem check_activation(const char* op, const Tensor& x_tensor,
                                           const Tensor& out_tensor) {
@@ -46,8 +38,8 @@ inline ActivationProblem check_activation(const char* op, const Tensor& x_tensor
   p.dtype = x.dtype;
   p.x = x.data;
   p.out = out.data;
-  p.x_rows = activation_rows(x);
-  p.out_rows = activation_rows(out);
+  p.x_rows = rows_of(x);
+  p.out_rows = rows_of(out);
   p.width = out.size(-1);
   return p;
 }

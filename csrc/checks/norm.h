@@ -2,8 +2,8 @@
 // pointers out.
 #pragma once
 
-#include "../rows.h"
 #include "../torch_utils.h"
+#include "rows.h"
 
 namespace fastinfer {
 
@@ -31,14 +31,6 @@ inline void check_norm_vector(const Arg& vector, const Arg& x) {
            dtype_name(vector.dtype));
   expect_contiguous(vector);
   expect_same_device(vector, x);
-}
-
-inline Rows rows_of(const Arg& arg) {
-  Rows rows;
-  FI_CHECK(make_rows(arg.sizes, arg.strides, arg.rank - 1, &rows), arg.op, arg.name,
-           ": expected at most ", kMaxRowDims,
-           " leading dimensions that cannot be merged, got shape ", shape_text(arg));
-  return rows;
 }
 
 inline NormProblem check_norm(const char* op, const Tensor& x_tensor, const Tensor& weight_tensor,

@@ -3,7 +3,7 @@
 // A tile is some query tokens times the query heads of one KV head, so that its rows share every
 // packed key and value. Keys are taken kKeyTile at a time: scores, then an online softmax
 // (Milakov and Gimelshein 2018) that turns them into weights and keeps each row's running maximum
-// and sum, then the weighted values. Scores are held in units of ln 2, so that 2^x serves.
+// and sum, then the weighted values.
 //
 // Nothing but visible keys is read. Where rows of a tile see different keys, a weight of 0 stands
 // for an invisible one, which is right only for finite values; others are taken out and added to
@@ -16,8 +16,6 @@
 namespace fastinfer::cpu::FI_ISA {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr double kLn2 = 0.693147180559945309;
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kElementSize[kNumFormats] = {4, 2, 2, 1, 1};
 
@@ -118,15 +116,15 @@ inline vi visible_lanes(const Tile& tile, const TokenView& view, int64_t base, i
   return (lane >= (vi{} + first)) & (lane < (vi{} + last));
 }
 
-// Scores of one row become weights 2^(score - largest); what was accumulated so far is rescaled
+// Scores of one row become weights e^(score - largest); what was accumulated so far is rescaled
 // when the maximum grows. `span` is in whole panels, counted from `base`.
 void soften_row(const Tile& tile, int64_t row, int64_t base, Span span) {
   const TokenView& view = *tile.views[row];
   float* scores = tile.scores + row * kKeyTile;
-  float factor = tile.args.scale * kLog2E;
+  float factor = tile.args.scale;
   if (tile.args.softcap > 0.0f) {
     const vf scale = splat(tile.args.scale / tile.args.softcap);
-    const vf cap = splat(tile.args.softcap * kLog2E);
+    const vf cap = splat(tile.args.softcap);
     factor = 1.0f;
     for (int64_t j = span.first; j < span.last; j += kLanes) {
       store(scores + j, cap * tanh(load(scores + j) * scale));
@@ -157,8 +155,8 @@ void soften_row(const Tile& tile, int64_t row, int64_t base, Span span) {
 
   vf sums[2] = {};
   for (int64_t j = span.first; j < span.last; j += kPanel) {
-    const vf a = exp2_nonpositive(load(scores + j) - shift);
-    const vf b = exp2_nonpositive(load(scores + j + kLanes) - shift);
+    const vf a = exp_nonpositive(load(scores + j) - shift);
+    const vf b = exp_nonpositive(load(scores + j + kLanes) - shift);
     store(scores + j, a);
     store(scores + j + kLanes, b);
     sums[0] += a;
@@ -166,7 +164,7 @@ void soften_row(const Tile& tile, int64_t row, int64_t base, Span span) {
   }
   float keep = 1.0f;
   if (largest != before) {
-    keep = exp2_nonpositive(splat(before) - shift)[0];
+    keep = exp_nonpositive(splat(before) - shift)[0];
     float* acc = tile.acc + row * tile.value_columns;
     for (int64_t c = 0; c < tile.value_columns; c += kLanes)
       store(acc + c, load(acc + c) * splat(keep));
@@ -291,11 +289,7 @@ void attend_piece(const Tile& tile, Span keys) {
     const vf factor = splat(total == 0.0f ? 0.0f : 1.0f / total);
     float* acc = tile.acc + row * tile.value_columns;
     for (int64_t c = 0; c < tile.value_columns; c += kLanes) store(acc + c, load(acc + c) * factor);
-    tile.total[row] = -kInfinity;
-    if (total != 0.0f) {
-      const double lse = tile.largest[row] * kLn2 + __builtin_logf(total);
-      tile.total[row] = static_cast<float>(lse);
-    }
+    tile.total[row] = total == 0.0f ? -kInfinity : tile.largest[row] + __builtin_logf(total);
   }
 }
 

@@ -51,11 +51,12 @@ inline vf larger(vf a, vf b) {
   return a > b ? a : b;
 }  // b if either is NaN
 
-// 2^x for x <= 0 within about 1 ulp, exactly 1 at 0, and 0 below -126.5; NaN stays NaN.
-inline vf exp2_nonpositive(vf x) {
+// e^x for x <= 0: exactly 1 at 0, and 0 below -87.7; NaN stays NaN. As 2^(x / ln 2), whose rounding
+// is harmless since weights of far smaller scores hardly count.
+inline vf exp_nonpositive(vf x) {
   const vf magic =
       splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
-  x = larger(splat(-127.0f), x);
+  x = larger(splat(-127.0f), x * splat(1.44269504088896341f));
   const vf shifted = x + magic;
   const vf r = x - (shifted - magic);
   vf p = splat(1.53533620e-4f);

@@ -55,7 +55,7 @@ struct Tile {
   float* key_panels;
   float* value_panels;
   float* largest;      // [rows], of the scores so far
-  float* total;        // [rows], of 2^(score - largest) so far
+  float* total;        // [rows], of e^(score - largest) so far
   MergeState* states;  // [rows]
   TokenView* tokens;   // [q_count]
   TokenView** views;   // [rows]

@@ -8,54 +8,45 @@ namespace fastinfer::cpu::FI_ISA {
 namespace {
 
 struct Int8 {
-  using Storage = int8_t;
   static constexpr float kLimit = 127.0f;
   static vi encode(vf clamped) { return round_to_int(clamped); }
 };
 
 struct Fp8 {
-  using Storage = uint8_t;
   static constexpr float kLimit = 448.0f;
   static vi encode(vf clamped) { return encode_e4m3(clamped); }
 };
+
+inline vi larger(vi a, vi b) {
+  return a > b ? a : b;
+}
 
 // Largest magnitude of a row. Magnitudes are compared as integers, where NaN is above infinity, so
 // a NaN anywhere in the row is the result.
 template <class T>
 inline float largest_magnitude(const T* x, int64_t n) {
   vi m = {};
-  const auto visit = [&](vf v) __attribute__((always_inline)) {
-    const vi magnitude = bit_cast<vi>(v) & 0x7fffffff;
-    m = magnitude > m ? magnitude : m;
-  };
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) visit(load(x + i));
-  if (i < n) visit(load_partial(x + i, n - i));
-  int32_t largest = m[0];
-  for (int j = 1; j < kLanes; ++j) largest = m[j] > largest ? m[j] : largest;
+  for (; i + kLanes <= n; i += kLanes) m = larger(m, bit_cast<vi>(load(x + i)) & 0x7fffffff);
+  if (i < n) m = larger(m, bit_cast<vi>(load_partial(x + i, n - i)) & 0x7fffffff);
+  int32_t largest = 0;
+  for (int j = 0; j < kLanes; ++j) largest = m[j] > largest ? m[j] : largest;
   return bit_cast<float>(largest);
 }
 
 template <class Format>
-struct Codes {
-  typename Format::Storage codes[kLanes];
-};
-
-template <class Format>
-inline Codes<Format> quantize_lanes(vf v, float scale) {
+inline vi quantize_lanes(vf v, float scale) {
   // A true division, not a product with the reciprocal: the stored bits are part of the contract.
   v = v / splat(scale);
   v = vmin(splat(Format::kLimit), v);  // keeps a NaN
   v = vmax(splat(-Format::kLimit), v);
-  typedef typename Format::Storage Stored __attribute__((vector_size(kLanes)));
-  return bit_cast<Codes<Format>>(__builtin_convertvector(Format::encode(v), Stored));
+  return Format::encode(v);
 }
 
 template <class Format, class T>
 void quantize(const AppendRow& row) {
-  using Storage = typename Format::Storage;
   const T* x = static_cast<const T*>(row.x);
-  Storage* out = static_cast<Storage*>(row.cache);
+  uint8_t* out = static_cast<uint8_t*>(row.cache);
   float scale = 0.0f;
   if (row.scale_is_dynamic) {
     scale = largest_magnitude(x, row.dim) / Format::kLimit;
@@ -66,13 +57,12 @@ void quantize(const AppendRow& row) {
   }
   int64_t i = 0;
   for (; i + kLanes <= row.dim; i += kLanes) {
-    const Codes<Format> lanes = quantize_lanes<Format>(load(x + i), scale);
-    std::memcpy(out + i, lanes.codes, sizeof(lanes));
+    store_bytes(out + i, quantize_lanes<Format>(load(x + i), scale));
   }
   const int64_t rest = row.dim - i;
   if (rest == 0) return;
-  const Codes<Format> lanes = quantize_lanes<Format>(load_partial(x + i, rest), scale);
-  for (int64_t j = 0; j < rest; ++j) out[i + j] = lanes.codes[j];
+  const vi codes = quantize_lanes<Format>(load_partial(x + i, rest), scale);
+  for (int64_t j = 0; j < rest; ++j) out[i + j] = static_cast<uint8_t>(codes[j]);
 }
 
 template <class T>

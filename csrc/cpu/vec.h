@@ -1,8 +1,10 @@
-// Eight floats at a time, in terms of the compiler's vector extensions, and the conversions and functions the CPU kernels share.
+// Eight floats at a time, in terms of the compiler's vector extensions, and the conversions and
+// functions the CPU kernels share.
 //
-// Every *_kernels.cpp is compiled once per instruction set with FI_ISA naming it (generic, avx2), and everything here lives in that
-// namespace: an inline function compiled with AVX2 must never be the one the linker keeps for the generic build. For the same reason
-// kernel files use no templates of the standard library that could be emitted out of line.
+// Every *_kernels.cpp is compiled once per instruction set with FI_ISA naming it (generic, avx2),
+// and everything here lives in that namespace: an inline function compiled with AVX2 must never be
+// the one the linker keeps for the generic build. For the same reason kernel files use no templates
+// of the standard library that could be emitted out of line.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +42,9 @@ inline __attribute__((always_inline)) To bit_cast(From from) {
   return to;
 }
 
-inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x}; }
+inline vf splat(float x) {
+  return vf{x, x, x, x, x, x, x, x};
+}
 // Lane by lane; `mask` is the result of a comparison.
 inline vf select(vi mask, vf a, vf b) {
 #ifdef __AVX2__
@@ -69,8 +73,12 @@ inline vf vmin(vf a, vf b) {
 
 // ---- scalar conversions (round to nearest even, NaN stays NaN)
 
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(float x) {
+  return x;
+}
+inline float to_float(bf16 x) {
+  return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 inline float to_float(fp16 x) {
 #ifdef __F16C__
   return _cvtsh_ss(x.bits);
@@ -83,7 +91,9 @@ inline float to_float(fp16 x) {
 #endif
 }
 
-inline void from_float(float x, float* out) { *out = x; }
+inline void from_float(float x, float* out) {
+  *out = x;
+}
 inline void from_float(float x, bf16* out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -103,8 +113,10 @@ inline void from_float(float x, fp16* out) {
     out->bits = sign | 0x7e00;
   } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or more
     out->bits = sign | 0x7c00;
-  } else if (magnitude < 0x38800000u) {  // subnormal in fp16: adding 0.5 lets the fp32 adder round at 2^-24
-    const uint32_t rounded = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  } else if (magnitude <
+             0x38800000u) {  // subnormal in fp16: adding 0.5 lets the fp32 adder round at 2^-24
+    const uint32_t rounded =
+        bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
     out->bits = static_cast<uint16_t>(sign | rounded);
   } else {
     const uint32_t odd = magnitude >> 13 & 1;
@@ -140,7 +152,9 @@ inline vf load(const fp16* p) {
 #endif
 }
 
-inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(float* p, vf v) {
+  std::memcpy(p, &v, sizeof(v));
+}
 inline void store(bf16* p, vf v) {
   const vu bits = bit_cast<vu>(v);
   const vf rounded = bit_cast<vf>(bits + 0x7fffu + (bits >> 16 & 1));
@@ -178,7 +192,9 @@ inline void store_partial(T* p, vf v, int64_t n) {
 
 // ---- reductions, in a fixed order
 
-inline float sum(vf v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+inline float sum(vf v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
 inline float max(vf v) {
   float m = v[0];
   for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
@@ -187,11 +203,13 @@ inline float max(vf v) {
 
 // ---- functions
 
-// e^x within about 1 ulp: x = n ln2 + r, a polynomial on |r| <= ln2 / 2, and 2^n in two factors so that the result may be subnormal.
+// e^x within about 1 ulp: x = n ln2 + r, a polynomial on |r| <= ln2 / 2, and 2^n in two factors so
+// that the result may be subnormal.
 inline vf exp(vf x) {
   x = vmin(splat(89.0f), x);
   x = vmax(splat(-104.0f), x);
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
+  const vf magic =
+      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
   const vf shifted = x * splat(1.44269504088896341f) + magic;
   const vf n = shifted - magic;
   vf r = x - n * splat(0.693145751953125f);
@@ -231,6 +249,18 @@ inline vi round_to_int(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23
   const vi rounded = bit_cast<vi>(x + magic) - bit_cast<vi>(magic);
   return rounded & (x == x);
+}
+
+// The low bytes of the lanes.
+inline void store_bytes(uint8_t* p, vi v) {
+#ifdef __AVX2__
+  const __m256i low = bit_cast<__m256i>(v & 0xff);
+  const __m128i words =
+      _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(v[i]);
+#endif
 }
 
 // float8_e4m3fn codes (0..255) of |x| <= 448, to nearest even; NaN keeps its sign.

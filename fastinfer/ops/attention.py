@@ -13,19 +13,19 @@ p_i = Sk - Sq + i, so the last query stands at the last key (bottom right). It s
     j >= p_i - window_left    with window_left >= 0,
     j <= p_i + window_right   with window_right >= 0 and causal=False.
 
-A `tree_mask` (speculative verification) takes the place of causal among the step's own tokens, which
-are the last Sq keys: query i sees all keys before them, and of them those whose bit is set in its
-mask. A mask holds the token itself and its ancestors, so a token's position is
+A `tree_mask` (speculative verification) takes the place of causal among the step's own tokens,
+which are the last Sq keys: query i sees all keys before them, and of them those whose bit is set
+in its mask. A mask holds the token itself and its ancestors, so a token's position is
 Sk - Sq + popcount(mask) - 1, and windows compare those positions.
 
-A query that sees nothing gives out 0 and lse -inf. Keys and values that no query sees are never read,
-so they may hold anything, NaN as well. Query heads h share KV head h // (H // Hk) (grouped queries).
-Everything is computed in float32 and rounded once. With batch_invariant=True a row has the same bits
-whatever else is in the batch; without it, long key ranges may be cut to keep all threads busy, and
-where depends on the batch.
+A query that sees nothing gives out 0 and lse -inf. Keys and values that no query sees may hold
+anything, NaN as well: they never reach the result. Query head h reads KV head h // (H // Hk)
+(grouped queries). Everything is computed in float32 and rounded once. With batch_invariant=True a
+row has the same bits whatever else is in the batch; without it, long key ranges may be cut to keep
+all threads busy, and where depends on the batch.
 
-Errors are ValueError and name the op, the argument, what was expected and what came. None of the ops
-has a derivative: tensors that require grad are refused while grad mode is on.
+Errors are ValueError and name the op, the argument, what was expected and what came. None of the
+ops has a derivative: tensors that require grad are refused while grad mode is on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def paged_attention_workspace_size(
 ) -> Size:
     """Elements of a `workspace` that is large enough for any lengths within these sizes.
 
-    total_q, num_heads: of q [total_q, num_heads, head_dim]; value_dim: of v_cache; max_seqlen_k: as declared.
+    total_q and num_heads are those of q [total_q, num_heads, head_dim], value_dim is v_cache's last
+    dimension, and max_seqlen_k is as declared.
     """
     return _plan_partial_rows(total_q, max_seqlen_k) * num_heads * (value_dim + 1)
 
@@ -103,14 +104,14 @@ def flash_attention(
     """Attention over a dense batch; the formula is at the head of this module.
 
     Args:
-        q: [B, Sq, H, D], fp32, bf16 or fp16; D is 1 to 512. Any strides with a dense last dimension,
-            here and for all float tensors, so [B, H, S, D] storage is a transposed view.
+        q: [B, Sq, H, D], fp32, bf16 or fp16; D is 1 to 512. Any strides with a dense last
+            dimension, here and for all float tensors, so [B, H, S, D] storage is a transposed view.
         k: [B, Sk, Hk, D] in q's dtype; H is a multiple of Hk.
         v: [B, Sk, Hk, Dv] in q's dtype; Dv is 1 to 512 and may differ from D.
         scale: factor of the scores; None is 1 / sqrt(D).
         causal: a query sees no key after its own position.
-        window_left, window_right: how many positions before and after its own a query sees; -1 is no
-            limit.
+        window_left, window_right: how many positions before and after its own a query sees; -1 is
+            no limit.
         softcap: c in c * tanh(s / c), in units of the scaled score; 0 is off.
         sinks: fp32 [H], a logit per head that takes part in the denominator of `out` alone.
         tree_mask: int64 [B, Sq], Sq <= 64; bit j of a query's mask: it sees query token j.
@@ -218,21 +219,22 @@ def paged_attention(
     """Attention of ragged queries over a paged cache.
 
     Decoding (1 query), a chunk of a prompt, and verification of drafted tokens are the same op with
-    different numbers of queries, and may be mixed in one call. The step's own keys and values are in
-    the cache already (`append_paged_kv_cache_`).
+    different numbers of queries, and may be mixed in one call. The step's own keys and values are
+    in the cache already (`append_paged_kv_cache_`).
 
     Args:
         q: [T, H, D], fp32, bf16 or fp16; D is 1 to 512.
-        k_cache: [num_blocks, Hk, block_size, D], block_size a multiple of 8 from 8 to 512; q's dtype,
-            int8 or float8_e4m3fn. Any strides with a dense last dimension.
+        k_cache: [num_blocks, Hk, block_size, D], block_size a multiple of 8 from 8 to 512; q's
+            dtype, int8 or float8_e4m3fn. Any strides with a dense last dimension.
         v_cache: [num_blocks, Hk, block_size, Dv]; its dtype is independent of k_cache's.
-        block_table: int32 [B, max_blocks], any strides. Entry i of row b is the block of sequence b's
-            tokens [i * block_size, (i + 1) * block_size). Entries past its length may hold anything.
+        block_table: int32 [B, max_blocks], any strides. Entry i of row b is the block of sequence
+            b's tokens [i * block_size, (i + 1) * block_size). Entries past its length may hold
+            anything.
         cu_seqlens_q: int32 [B + 1], contiguous: sequence b's queries are
             [cu_seqlens_q[b], cu_seqlens_q[b + 1]), the last tokens of the sequence.
         seq_lens: int32 [B], contiguous: tokens of each sequence in the cache, this step's included.
-        max_seqlen_q, max_seqlen_k: at least the largest number of queries and the largest length. On
-            the CPU larger lengths, and used blocks outside the cache, are refused.
+        max_seqlen_q, max_seqlen_k: at least the largest number of queries and the largest length.
+            On the CPU larger lengths, and used blocks outside the cache, are refused.
         causal: on by default, unlike in the other two ops.
         tree_mask: int64 [T], at most 64 queries a sequence.
         k_scale, v_scale: fp32 factor of a quantized cache, value = scale * stored:
@@ -249,7 +251,8 @@ def paged_attention(
         (out, lse).
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-    2023; Dao et al., "Flash-Decoding for long-context inference", 2023; Miao et al., "SpecInfer", 2023.
+    2023; Dao et al., "Flash-Decoding for long-context inference", 2023; Miao et al., "SpecInfer",
+    2023.
     """
     refuse_grad("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     out, lse = _outputs("paged_attention", q, "v_cache", v_cache, False, out, lse)
@@ -302,8 +305,9 @@ def plan_attention(
         out = seq_lens.new_empty((rows, _PLAN_COLUMNS), dtype=torch.int32)
     _plan_attention_out(
         cu_seqlens_q, seq_lens, total_q=total_q, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_left=window_left,
-        window_right=window_right, batch_invariant=batch_invariant, out=out,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+        window_left=window_left, window_right=window_right, batch_invariant=batch_invariant,
+        out=out,
     )  # fmt: skip
     return out
 
@@ -321,8 +325,8 @@ def merge_attention_states(
         out = sum_s exp(lse_s) out_s / (sum_s exp(lse_s) [+ exp(sink)])
         lse = ln sum_s exp(lse_s)
 
-    A result with lse -inf is empty: its `out` is ignored and may be NaN. If all are empty the merged
-    row is 0 with lse -inf.
+    A result with lse -inf is empty: its `out` is ignored and may be NaN. If all are empty the
+    merged row is 0 with lse -inf.
 
     Args:
         outs: [S, T, H, Dv] or dense [S, B, Sq, H, Dv], fp32, bf16 or fp16; S >= 1, Dv is 1 to 512.
@@ -339,7 +343,9 @@ def merge_attention_states(
     op = "merge_attention_states"
     refuse_grad(op, outs=outs, lses=lses, sinks=sinks)
     if outs.dim() == 0 or lses.dim() == 0:
-        raise ValueError(f"fastinfer::{op}: outs, lses: expected at least 1 dimension, got a scalar")
+        raise ValueError(
+            f"fastinfer::{op}: outs, lses: expected at least 1 dimension, got a scalar"
+        )
     out = outs.new_empty(outs.shape[1:]) if out is None else out
     lse = lses.new_empty(lses.shape[1:]) if lse is None else lse
     _merge_attention_states_out(outs, lses, sinks=sinks, out=out, lse=lse)
@@ -533,9 +539,7 @@ def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> tuple[Tenso
 
 
 @torch.library.register_fake("fastinfer::merge_attention_states.out")
-def _(
-    outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tensor, lse: Tensor
-) -> None:
+def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tensor, lse: Tensor) -> None:
     op = "merge_attention_states"
     check_out(op, "out", out, tuple(outs.shape[1:]), outs.dtype)
     check_out(op, "lse", lse, tuple(lses.shape[1:]), torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, check_out, refuse_grad
+from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
 
 _ops = torch.ops.fastinfer
 _rms_norm_out = _ops.rms_norm.out
@@ -134,25 +134,24 @@ def fused_add_layer_norm_(
 
 
 def _check_norm(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    check(
-        op,
-        x.is_floating_point() and x.dim() >= 1,
-        f"x: expected a float tensor of rank >= 1, got {x.dtype}",
-    )
+    check_devices(op, x=x, weight=weight, bias=bias, residual=residual, out=out)
+    float_rows = x.is_floating_point() and x.dim() >= 1
+    check(op, float_rows, f"x: expected a float tensor of rank >= 1, got {x.dtype}")
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
-            check(
-                op, vector.dim() == 1, f"{name}: expected shape [hidden], got {tuple(vector.shape)}"
-            )
-            check(
-                op,
-                vector.shape[0] == x.shape[-1],
-                f"{name}: expected {x.shape[-1]} elements as x has",
-            )
-    if residual is not None:
-        check_out(op, "residual", residual, tuple(x.shape), x.dtype)
+            check(op, vector.dim() == 1, f"{name}: expected [hidden], got {tuple(vector.shape)}")
+            check(op, vector.shape[0] == x.shape[-1], f"{name}: expected {x.shape[-1]} elements")
+    for name, like in (("residual", residual), ("out", out)):
+        if like is not None:
+            check_out(op, name, like, tuple(x.shape), x.dtype)
 
 
 @torch.library.register_fake("fastinfer::rms_norm")
@@ -165,15 +164,14 @@ def _(x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.
 def _(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0, out: Tensor
 ) -> None:
-    _check_norm("rms_norm", x, weight, None)
-    check_out("rms_norm", "out", out, tuple(x.shape), x.dtype)
+    _check_norm("rms_norm", x, weight, None, out=out)
 
 
 @torch.library.register_fake("fastinfer::fused_add_rms_norm_")
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0
 ) -> None:
-    _check_norm("fused_add_rms_norm_", x, weight, None, residual)
+    _check_norm("fused_add_rms_norm_", x, weight, None, residual=residual)
 
 
 @torch.library.register_fake("fastinfer::layer_norm")
@@ -199,8 +197,7 @@ def _(
     weight_offset: float = 0.0,
     out: Tensor,
 ) -> None:
-    _check_norm("layer_norm", x, weight, bias)
-    check_out("layer_norm", "out", out, tuple(x.shape), x.dtype)
+    _check_norm("layer_norm", x, weight, bias, out=out)
 
 
 @torch.library.register_fake("fastinfer::fused_add_layer_norm_")
@@ -213,4 +210,4 @@ def _(
     *,
     weight_offset: float = 0.0,
 ) -> None:
-    _check_norm("fused_add_layer_norm_", x, weight, bias, residual)
+    _check_norm("fused_add_layer_norm_", x, weight, bias, residual=residual)

@@ -158,7 +158,7 @@ def test_greedy_tokens_are_the_argmax_of_transformers(baseline, reference, i):
     best = logits.topk(2, dim=-1)
     assert output.token_ids == best.indices[:, 0].tolist()
     # No token was a tie that rounding could have decided otherwise on another machine.
-    assert float((best.values[:, 0] - best.values[:, 1]).min()) > 1e-4
+    assert float((best.values[:, 0] - best.values[:, 1]).min()) > 1e-3
 
 
 @pytest.mark.parametrize("i", [6, 12])

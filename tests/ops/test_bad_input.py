@@ -1,4 +1,4 @@
-"""Every op refuses bad tensors by ValueError, naming the op and the argument, and writes nothing."""
+"""Every op refuses bad tensors by ValueError that names op and argument, and writes nothing."""
 
 import re
 
@@ -12,8 +12,8 @@ from tests.ops.op_inputs import MUTATED, OPS, OUTPUTS, Arguments, everything, ma
 
 # Arguments that hold lengths, indices and masks.
 INTEGERS = {
-    "positions", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
-    "top_k", "seeds",
+    "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
+    "positions", "top_k", "seeds",
 }  # fmt: skip
 
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.

@@ -91,7 +91,8 @@ def append_and_check(
 
 @by_dtype
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(1, 1), (7, 33), (40, 40), (64, 64), (72, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+    ("dim", "value_dim"),
+    [(1, 1), (7, 33), (40, 40), (64, 64), (72, 80), (96, 96), (128, 128), (192, 128), (256, 256)],
 )  # fmt: skip
 @pytest.mark.parametrize("block_size", [8, 24, 512])
 def test_sizes(

@@ -6,7 +6,6 @@ import torch
 from tests.conftest import Backend
 from tests.ops.op_inputs import OUTPUTS, VARIANTS, make, receivers
 
-
 ALL_CHECKS = [
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
 ]  # fmt: skip

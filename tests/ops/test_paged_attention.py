@@ -111,7 +111,7 @@ def assert_same_results(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, T
     assert_bit_equal(actual[1], expected[1], "lse")
 
 
-# ------------------------------------------------------------------------------- against the reference
+# -------------------------------------------------------------------------- against the reference
 
 
 @by_dtype
@@ -514,13 +514,16 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "block_below_zero": ("block_table", lambda a, m: a[3][1].fill_(-1)),
     "block_past_the_pool": ("block_table", lambda a, m: a[3][1].fill_(a[1].shape[0])),
     "last_used_block": ("block_table", lambda a, m: a[3][1, 1].fill_(2**31 - 1)),
-    "length_past_the_table": ("seq_lens", lambda a, m: (a[5][1].fill_(16 * 99), m.update(max_seqlen_k=9999))),
+    "length_past_the_table": (
+        "seq_lens", lambda a, m: (a[5][1].fill_(16 * 99), m.update(max_seqlen_k=9999))
+    ),
     "length_below_zero": ("seq_lens", lambda a, m: a[5][1].fill_(-1)),
     "length_above_the_maximum": ("max_seqlen_k", lambda a, m: m.update(max_seqlen_k=39)),
     "count_above_the_maximum": ("max_seqlen_q", lambda a, m: m.update(max_seqlen_q=2)),
     "cu_seqlens_falls": ("cu_seqlens_q", lambda a, m: a[4].copy_(torch.tensor([0, 3, 2, 5]))),
     "cu_seqlens_starts_late": ("cu_seqlens_q", lambda a, m: a[4][0].fill_(1)),
     "cu_seqlens_ends_past_q": ("cu_seqlens_q", lambda a, m: a[4][-1].fill_(6)),
+    "cu_seqlens_ends_before_q": ("cu_seqlens_q", lambda a, m: a[4][-1].fill_(4)),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""plan_attention: plans give the same bits, keep their size, and are refused when they are stale."""
+"""plan_attention: plans give the same bits, keep their size, and are refused when stale."""
 
 from typing import Any
 
@@ -25,8 +25,11 @@ PLANNED = [{}, {"window_left": 200}, {"causal": False}, {"batch_invariant": True
 
 
 @pytest.mark.parametrize("options", PLANNED, ids=["default", "window", "not_causal", "invariant"])
-@pytest.mark.parametrize("steps", [([1, 1, 1], [1500, 30, 700]), ([1, 20, 4], [50, 20, 31]), ([], [])],
-                         ids=["decode", "mixed", "nothing"])  # fmt: skip
+@pytest.mark.parametrize(
+    "steps",
+    [([1, 1, 1], [1500, 30, 700]), ([1, 20, 4], [50, 20, 31]), ([], [])],
+    ids=["decode", "mixed", "nothing"],
+)
 def test_a_plan_made_before_gives_the_same_bits(
     backend: Backend, options: dict[str, Any], steps: tuple[list[int], list[int]]
 ) -> None:
@@ -125,3 +128,55 @@ def test_something_that_is_no_plan_is_refused(backend: Backend, spoil: Any) -> N
     plan = spoil(backend.ops.plan_attention(*tensors, **sizes))
     with pytest.raises(ValueError, match=r"paged_attention.*plan"):
         backend.ops.paged_attention(*args, **maxima, plan=plan)
+
+
+@pytest.mark.parametrize("max_seqlen_k", [1, 256, 257, 100_000])
+def test_plan_size_function_tells_the_rows(backend: Backend, max_seqlen_k: int) -> None:
+    for counts in ([], [0], [1, 1, 4], [70]):
+        total = sum(counts)
+        rows = backend.ops.attention_plan_size(len(counts), total, 8, 2, max_seqlen_k)
+        plan = backend.ops.plan_attention(
+            cumulative(counts, backend.device),
+            torch.ones(len(counts), dtype=torch.int32, device=backend.device),
+            total_q=total, num_heads=8, num_kv_heads=2, max_seqlen_q=100,
+            max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+        assert plan.shape == (rows, 8)
+
+
+def test_a_plan_serves_every_layer_and_cache_format(backend: Backend) -> None:
+    """One plan a step: it knows nothing of head sizes, dtypes or cache contents."""
+    counts, lengths = [1, 3], [1500, 30]
+    args, _, maxima = step(backend, counts, lengths, torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = backend.ops.plan_attention(*tensors, **sizes)
+    for options in ({"head_dim": 40, "k_storage": torch.int8}, {"head_dim": 64, "block_size": 64}):
+        args, pool, _ = step(backend, counts, lengths, torch.bfloat16, **options)
+        given = {**maxima, **pool.scales}
+        planned = backend.ops.paged_attention(*args, **given, plan=plan)
+        assert_same_results(planned, backend.ops.paged_attention(*args, **given))
+
+
+# ------------------------------------------------------------------------------------- workspace
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_workspace_of_the_told_size_is_enough(backend: Backend, batch_invariant: bool) -> None:
+    """Whatever it held before, and nothing past it is written."""
+    args, _, maxima = step(backend, [1, 3, 1], [3000, 1025, 5], torch.float32, value_dim=17)
+    maxima["max_seqlen_k"] = 4096
+    size = backend.ops.paged_attention_workspace_size(5, 4, 17, 4096)
+    workspace = guarded((size,), torch.float32, backend.device)  # holds NaN
+    options = {**maxima, "batch_invariant": batch_invariant}
+    ours = backend.ops.paged_attention(*args, **options, workspace=workspace.view)
+    assert_same_results(ours, backend.ops.paged_attention(*args, **options))
+    workspace.assert_untouched_around()
+
+
+def test_a_workspace_that_is_too_small_is_refused(backend: Backend) -> None:
+    args, _, maxima = step(backend, [1, 3], [3000, 1025], torch.float32)
+    for bad in (torch.empty(0), torch.empty(1), torch.empty(10**6, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"paged_attention.*workspace"):
+            backend.ops.paged_attention(
+                *args, **maxima, batch_invariant=True, workspace=bad.to(backend.device)
+            )

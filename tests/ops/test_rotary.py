@@ -86,7 +86,7 @@ def test_long_positions_are_within_one_step(
 
 
 def test_table_is_the_exact_angle_rounded_to_float32(backend: Backend) -> None:
-    """Against 50-digit arithmetic; an angle computed in float32 is off by 1e-3 at position 131071."""
+    """Against 50-digit arithmetic; an angle in float32 would be off by 1e-3 at position 131071."""
     frequencies = inverse_frequencies(8)
     cos_sin = backend.ops.rotary_cos_sin(frequencies.to(backend.device), 131072)
     assert cos_sin.dtype == torch.float32 and cos_sin.shape == (131072, 8)

@@ -145,10 +145,12 @@ def test_tokens_are_nearly_always_exactly_the_reference_ones(backend: Backend) -
 @pytest.mark.parametrize(
     "filters",
     [
-        {"top_k": 1}, {"top_k": 7}, {"top_k": 64}, {"top_k": 65}, {"top_k": -3}, {"top_k": 2**31 - 1},
+        {"top_k": 1}, {"top_k": 7}, {"top_k": 64}, {"top_k": 65}, {"top_k": -3},
+        {"top_k": 2**31 - 1},
         {"top_p": 1e-6}, {"top_p": 0.3}, {"top_p": 0.999}, {"top_p": 1.0}, {"top_p": 1.5},
         {"min_p": 0.0}, {"min_p": 0.1}, {"min_p": 1.0},
-        {"top_k": 10, "top_p": 0.5}, {"top_p": 0.5, "min_p": 0.3}, {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+        {"top_k": 10, "top_p": 0.5}, {"top_p": 0.5, "min_p": 0.3},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
     ],
     ids=str,
 )  # fmt: skip
