@@ -27,18 +27,33 @@ struct fp8 {
   uint8_t bits;
 };
 
-typedef int8_t vb __attribute__((vector_size(8)));
-typedef uint8_t vub __attribute__((vector_size(8)));
+// Eight bytes, with and without sign. (GCC 12 takes the portable form apart, byte by byte.)
+inline vi load_bytes(const int8_t* p) {
+#ifdef __AVX2__
+  return bit_cast<vi>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t bytes __attribute__((vector_size(8)));
+  bytes b;
+  std::memcpy(&b, p, sizeof(b));
+  return __builtin_convertvector(b, vi);
+#endif
+}
+inline vi load_bytes(const uint8_t* p) {
+#ifdef __AVX2__
+  return bit_cast<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef uint8_t bytes __attribute__((vector_size(8)));
+  bytes b;
+  std::memcpy(&b, p, sizeof(b));
+  return __builtin_convertvector(b, vi);
+#endif
+}
 
 inline vf load(const int8* p) {
-  vb b;
-  std::memcpy(&b, p, sizeof(b));
-  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+  return __builtin_convertvector(load_bytes(&p->value), vf);
 }
 inline vf load(const fp8* p) {
-  vub b;
-  std::memcpy(&b, p, sizeof(b));
-  return decode_e4m3(__builtin_convertvector(b, vi));
+  return decode_e4m3(load_bytes(&p->bits));
 }
 inline float to_float(int8 x) {
   return static_cast<float>(x.value);

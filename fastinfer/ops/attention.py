@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, check_out, refuse_grad
+from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
 
 _ops = torch.ops.fastinfer
 _flash_attention_out = _ops.flash_attention.out
@@ -254,7 +254,10 @@ def paged_attention(
     2023; Dao et al., "Flash-Decoding for long-context inference", 2023; Miao et al., "SpecInfer",
     2023.
     """
-    refuse_grad("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    refuse_grad(
+        "paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale,
+    )  # fmt: skip
     out, lse = _outputs("paged_attention", q, "v_cache", v_cache, False, out, lse)
     _paged_attention_out(
         q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q,
@@ -299,6 +302,11 @@ def plan_attention(
         int32 [attention_plan_size(...), 8] (`out` if given).
     """
     if out is None:
+        if seq_lens.dim() != 1:
+            raise ValueError(
+                "fastinfer::plan_attention: seq_lens: expected 1 dimension [batch], "
+                f"got shape {tuple(seq_lens.shape)}"
+            )
         rows = attention_plan_size(
             seq_lens.shape[0], total_q, num_heads, num_kv_heads, max_seqlen_k
         )
@@ -397,6 +405,12 @@ def _fake_outputs(
     return out, lse
 
 
+def _one_device(op: str, options: dict[str, object], **tensors: Tensor | None) -> None:
+    """`check_devices` of the named tensors and of those among the options."""
+    more = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    check_devices(op, **tensors, **more)
+
+
 def _check_outputs(op: str, expected: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
     check_out(op, "out", out, tuple(expected[0].shape), expected[0].dtype)
     check_out(op, "lse", lse, tuple(expected[1].shape), expected[1].dtype)
@@ -406,6 +420,7 @@ def _check_outputs(op: str, expected: tuple[Tensor, Tensor], out: Tensor, lse: T
 def _(
     q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_options: object
 ) -> tuple[Tensor, Tensor]:
+    _one_device("flash_attention", _options, q=q, k=k, v=v, sinks=sinks)
     return _fake_outputs("flash_attention", q, k, v, 4, "v", sinks)
 
 
@@ -421,6 +436,7 @@ def _(
     **_options: object,
 ) -> None:
     op = "flash_attention"
+    _one_device(op, _options, q=q, k=k, v=v, sinks=sinks, out=out, lse=lse)
     _check_outputs(op, _fake_outputs(op, q, k, v, 4, "v", sinks), out, lse)
 
 
@@ -435,7 +451,12 @@ def _(
     sinks: Tensor | None = None,
     **_options: object,
 ) -> tuple[Tensor, Tensor]:
-    return _fake_outputs("flash_attention_varlen", q, k, v, 3, "v", sinks)
+    op = "flash_attention_varlen"
+    _one_device(
+        op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        sinks=sinks,
+    )  # fmt: skip
+    return _fake_outputs(op, q, k, v, 3, "v", sinks)
 
 
 @torch.library.register_fake("fastinfer::flash_attention_varlen.out")
@@ -452,6 +473,10 @@ def _(
     **_options: object,
 ) -> None:
     op = "flash_attention_varlen"
+    _one_device(
+        op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        sinks=sinks, out=out, lse=lse,
+    )  # fmt: skip
     _check_outputs(op, _fake_outputs(op, q, k, v, 3, "v", sinks), out, lse)
 
 
@@ -467,7 +492,12 @@ def _(
     sinks: Tensor | None = None,
     **_options: object,
 ) -> tuple[Tensor, Tensor]:
-    return _fake_outputs("paged_attention", q, k_cache, v_cache, 4, "v_cache", sinks)
+    op = "paged_attention"
+    _one_device(
+        op, _options, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, sinks=sinks,
+    )  # fmt: skip
+    return _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks)
 
 
 @torch.library.register_fake("fastinfer::paged_attention.out")
@@ -485,6 +515,10 @@ def _(
     **_options: object,
 ) -> None:
     op = "paged_attention"
+    _one_device(
+        op, _options, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, sinks=sinks, out=out, lse=lse,
+    )  # fmt: skip
     _check_outputs(op, _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks), out, lse)
 
 
@@ -509,6 +543,7 @@ def _(
     max_seqlen_k: Size,
     **_options: object,
 ) -> Tensor:
+    check_devices("plan_attention", cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens)
     shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
     return seq_lens.new_empty(shape, dtype=torch.int32)
 
@@ -526,6 +561,7 @@ def _(
     out: Tensor,
     **_options: object,
 ) -> None:
+    check_devices("plan_attention", cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, out=out)
     shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
     check_out("plan_attention", "out", out, shape, torch.int32)
 
@@ -533,6 +569,7 @@ def _(
 @torch.library.register_fake("fastinfer::merge_attention_states")
 def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     op = "merge_attention_states"
+    check_devices(op, outs=outs, lses=lses, sinks=sinks)
     check(op, outs.dim() in (4, 5), f"outs: expected 4 or 5 dimensions, got {tuple(outs.shape)}")
     check(op, lses.dim() == outs.dim() - 1, f"lses: expected {outs.dim() - 1} dimensions")
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
@@ -541,5 +578,6 @@ def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> tuple[Tenso
 @torch.library.register_fake("fastinfer::merge_attention_states.out")
 def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tensor, lse: Tensor) -> None:
     op = "merge_attention_states"
+    check_devices(op, outs=outs, lses=lses, sinks=sinks, out=out, lse=lse)
     check_out(op, "out", out, tuple(outs.shape[1:]), outs.dtype)
     check_out(op, "lse", lse, tuple(lses.shape[1:]), torch.float32)
