@@ -32,6 +32,18 @@ template <class... Parts>
     if (!(condition)) ::fastinfer::fail(op, __VA_ARGS__); \
   } while (0)
 
+inline int64_t element_size(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+    case ScalarType::Long: return 8;
+    case ScalarType::Float:
+    case ScalarType::Int: return 4;
+    case ScalarType::Half:
+    case ScalarType::BFloat16: return 2;
+    default: return 1;
+  }
+}
+
 inline const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float: return "float32";
@@ -148,13 +160,41 @@ inline void expect_writable(const Arg& arg) {
   }
 }
 
-inline void expect_contiguous(const Arg& arg) {
+inline bool is_contiguous(const Arg& arg) {
   int64_t expected = 1;
   for (int64_t i = arg.rank - 1; i >= 0; --i) {
-    FI_CHECK(arg.strides[i] == expected || arg.sizes[i] <= 1, arg.op, arg.name,
-             ": expected a contiguous tensor, got strides ", shape_text(arg.strides, arg.rank));
+    if (arg.strides[i] != expected && arg.sizes[i] > 1) return false;
     expected *= arg.sizes[i];
   }
+  return true;
+}
+
+inline void expect_contiguous(const Arg& arg) {
+  FI_CHECK(is_contiguous(arg), arg.op, arg.name, ": expected a contiguous tensor, got strides ",
+           shape_text(arg.strides, arg.rank));
+}
+
+// A tensor that is written must not share memory with another argument. Decided, as torch does, for
+// tensors that begin at one address and for contiguous ones; interleaved views pass.
+inline void expect_no_overlap(const Arg& written, const Arg& other) {
+  if (written.numel() == 0 || other.numel() == 0) return;
+  const char* a = static_cast<const char*>(written.data);
+  const char* b = static_cast<const char*>(other.data);
+  const bool extents_meet = is_contiguous(written) && is_contiguous(other) &&
+                            a < b + other.numel() * element_size(other.dtype) &&
+                            b < a + written.numel() * element_size(written.dtype);
+  FI_CHECK(a != b && !extents_meet, written.op, written.name, ": expected no memory shared with ",
+           other.name, " since it is written, got overlapping tensors");
+}
+
+// The same, but the very same view is fine: each element is read before it is written.
+inline void expect_same_or_no_overlap(const Arg& written, const Arg& other) {
+  bool same = written.data == other.data && written.rank == other.rank;
+  for (int64_t i = 0; same && i < written.rank; ++i) {
+    same = written.sizes[i] == other.sizes[i] &&
+           (written.strides[i] == other.strides[i] || written.sizes[i] <= 1);
+  }
+  if (!same) expect_no_overlap(written, other);
 }
 
 inline void expect_same_device(const Arg& arg, const Arg& like) {

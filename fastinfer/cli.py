@@ -93,6 +93,11 @@ def _chat(args: argparse.Namespace) -> int:
             print("\n(interrupted)", file=sys.stderr)
             messages.pop()
             continue
+        except ValueError as error:  # such as a conversation that has outgrown the context
+            print(f"fastinfer: error: {error}", file=sys.stderr)
+            statistics.failed = True
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": reply})
     if interactive:
         print(file=sys.stderr)

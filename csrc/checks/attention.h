@@ -3,6 +3,7 @@
 // (cpu/attention_plan.cpp).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -98,6 +99,11 @@ inline void check_windows(const char* op, int64_t window_left, int64_t window_ri
            window_right);
 }
 
+// A window beyond every position is the same as a smaller one, and sums with it must not overflow.
+inline int64_t limit_window(int64_t window) {
+  return std::min(window, int64_t{1} << 40);
+}
+
 inline void check_head_counts(const char* op, int64_t num_heads, int64_t num_kv_heads) {
   FI_CHECK(num_heads >= 1 && num_kv_heads >= 1, op,
            "expected at least 1 query head and 1 KV head, got ", num_heads, " and ", num_kv_heads);
@@ -176,15 +182,15 @@ inline void check_queries_and_options(AttentionProblem* p, const Arg& q,
   p->lse = static_cast<float*>(lse.data);
 
   const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p->head_dim)));
-  FI_CHECK(std::isfinite(scale), op, "scale: expected a finite number, got ", scale);
-  FI_CHECK(std::isfinite(options.softcap) && options.softcap >= 0.0, op,
-           "softcap: expected a finite number >= 0 (0: off), got ", options.softcap);
-  check_windows(op, options.window_left, options.window_right);
   p->scale = static_cast<float>(scale);
   p->softcap = static_cast<float>(options.softcap);
+  FI_CHECK(std::isfinite(p->scale), op, "scale: expected a finite float32 number, got ", scale);
+  FI_CHECK(options.softcap == 0.0 || (options.softcap > 0.0 && std::isnormal(p->softcap)), op,
+           "softcap: expected a finite float32 number >= 0 (0: off), got ", options.softcap);
+  check_windows(op, options.window_left, options.window_right);
   p->causal = options.causal;
-  p->window_left = options.window_left;
-  p->window_right = options.causal ? 0 : options.window_right;
+  p->window_left = limit_window(options.window_left);
+  p->window_right = options.causal ? 0 : limit_window(options.window_right);
   p->batch_invariant = options.batch_invariant;
 
   if (options.sinks.has_value()) {
@@ -205,7 +211,7 @@ inline void check_queries_and_options(AttentionProblem* p, const Arg& q,
              " query tokens a sequence with a tree mask, got ", p->max_seqlen_q);
     p->tree_mask = static_cast<const int64_t*>(mask.data);
     p->tree_mask_stride = dense ? mask.stride(0) : 0;
-    p->window_right = options.window_right;  // a tree mask takes the place of causal
+    p->window_right = limit_window(options.window_right);  // a tree mask takes the place of causal
   }
 }
 
@@ -413,8 +419,8 @@ inline AttentionProblem check_plan_attention(const Tensor& cu_seqlens_q_tensor,
   p.cu_seqlens_q = static_cast<const int32_t*>(cu_q.data);
   p.seq_lens = static_cast<const int32_t*>(seq_lens.data);
   p.causal = causal;
-  p.window_left = window_left;
-  p.window_right = window_right;
+  p.window_left = limit_window(window_left);
+  p.window_right = limit_window(window_right);
   p.batch_invariant = batch_invariant;
   return p;
 }

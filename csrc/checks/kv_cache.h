@@ -122,6 +122,7 @@ inline AppendProblem check_append(const Tensor& k_tensor, const Tensor& v_tensor
   FI_CHECK(v_cache.size(0) == p.num_blocks && v_cache.size(2) == p.block_size, op,
            "v_cache: expected ", p.num_blocks, " blocks of ", p.block_size,
            " tokens as k_cache, got shape ", shape_text(v_cache));
+  expect_no_overlap(v_cache, k_cache);
   p.slot_mapping = static_cast<const int64_t*>(slots.data);
   return p;
 }

@@ -54,6 +54,8 @@ inline NormProblem check_norm(const char* op, const Tensor& x_tensor, const Tens
   expect_writable(out);
   expect_same_device(out, x);
 
+  if (residual_tensor == nullptr) expect_same_or_no_overlap(out, x);
+
   NormProblem p{};
   p.dtype = x.dtype;
   p.x = x.data;
@@ -73,6 +75,7 @@ inline NormProblem check_norm(const char* op, const Tensor& x_tensor, const Tens
     expect_dense_last(residual);
     expect_writable(residual);
     expect_same_device(residual, x);
+    expect_no_overlap(residual, x);
     p.residual = residual.data;
     p.residual_rows = rows_of(residual);
   }

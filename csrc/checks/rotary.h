@@ -63,6 +63,7 @@ inline RotaryProblem check_rotary(const Tensor& q_tensor, const std::optional<Te
     expect_dense_last(k);
     expect_writable(k);
     expect_same_device(k, q);
+    expect_no_overlap(k, q);
     p.k = k.data;
     p.k_heads = k.size(1);
     p.k_token_stride = k.stride(0);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ class EngineCore:
     """Owns the running completions.
 
     A step that raises has recorded nothing and can be run again. Should an interrupt come after the
-    tokens were recorded, the next step begins by looking at them.
+    tokens were recorded, the next step begins by looking at them. Threads take turns step by step.
     """
 
     def __init__(
@@ -42,11 +43,18 @@ class EngineCore:
         self._seeds = random.Random(seed)  # of requests without a seed
         self._ids = itertools.count()
         self.running: dict[int, Completion] = {}
+        self._lock = threading.RLock()
 
     def submit(
         self, call: Call, prompts: Sequence[tuple[str | None, list[int], SamplingParams]]
     ) -> list[RequestOutput]:
         """Queues prompts (text, token ids, params). If one is refused, none is queued."""
+        with self._lock:
+            return self._submit(call, prompts)
+
+    def _submit(
+        self, call: Call, prompts: Sequence[tuple[str | None, list[int], SamplingParams]]
+    ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         before = set(self.running)
         try:
@@ -73,6 +81,10 @@ class EngineCore:
 
     def step(self) -> None:
         """Schedules, computes, samples, and passes on what came out."""
+        with self._lock:
+            self._step()
+
+    def _step(self) -> None:
         self._collect()
         step = self._scheduler.schedule()
         if not step:
@@ -91,9 +103,10 @@ class EngineCore:
 
     def abort(self, which: Callable[[Completion], bool]) -> bool:
         """Ends the running completions that ``which`` chooses; False if there are none."""
-        chosen = [completion for completion in self.running.values() if which(completion)]
-        for completion in chosen:
-            self._end(completion, "abort")
+        with self._lock:
+            chosen = [completion for completion in self.running.values() if which(completion)]
+            for completion in chosen:
+                self._end(completion, "abort")
         return bool(chosen)
 
     def _collect(self) -> None:

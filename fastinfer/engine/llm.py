@@ -49,7 +49,7 @@ class LLM:
     Raises:
         TypeError, ValueError: an unknown option, one out of its range, or a device that lacks ops.
 
-    One thread at a time may use an LLM; `generate`, `stream` and `step` may be interleaved.
+    `generate`, `stream` and `step` may be interleaved, also from several threads, which take turns.
     """
 
     def __init__(
@@ -81,6 +81,10 @@ class LLM:
         _positive("max_num_batched_tokens", max_num_batched_tokens)
         _positive("kv_cache_memory_bytes", kv_cache_memory_bytes, optional=True)
         _positive("block_size", block_size)
+        _typed("seed", seed, int)
+        _typed("enable_prefix_caching", enable_prefix_caching, bool)
+        _typed("enforce_eager", enforce_eager, bool)
+        _typed("gpu_memory_utilization", gpu_memory_utilization, int | float)
         if block_size % 8 or block_size > 512:
             raise ValueError(f"LLM: block_size must be a multiple of 8 in 8..512, got {block_size}")
         if not 0 < gpu_memory_utilization <= 1:
@@ -228,6 +232,13 @@ def _tokenizer(
         if given or not optional:
             raise
         return None
+
+
+def _typed(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise TypeError(
+            f"LLM: {name} must be {getattr(kind, '__name__', 'a number')}, got {value!r}"
+        )
 
 
 def _positive(name: str, value: int | None, optional: bool = False) -> None:

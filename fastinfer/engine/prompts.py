@@ -20,7 +20,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise TypeError(f"LLM: a prompt must be {_KINDS}, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], Integral | Mapping):
         return [prompts]  # type: ignore[list-item]
@@ -75,6 +75,10 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, li
         if tokenizer is None:
             raise ValueError("LLM: this model has no tokenizer; prompts must be token ids")
         text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"LLM: the prompt is not valid Unicode: {error}") from None
         ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     elif isinstance(prompt, Sequence) and all(map(is_integer, prompt)):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]

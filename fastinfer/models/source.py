@@ -28,6 +28,10 @@ def resolve(model: str | Path, *, weights: bool = True) -> Path:
         FileNotFoundError: nothing is there under that name, or it could not be fetched.
         ValueError: a file that is no GGUF file.
     """
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model: expected a path or a name, got {model!r}")
+    if model == "":
+        raise FileNotFoundError("model: expected a path or a name, got an empty string")
     if model == EMBEDDED:
         return _embedded()
     path = Path(model)

@@ -69,6 +69,11 @@ def attention_plan_size(
 
     The arguments are those of `plan_attention`, num_sequences being the length of seq_lens.
     """
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:  # type: ignore[operator]
+        raise ValueError(
+            "fastinfer::plan_attention: num_heads, num_kv_heads: expected num_heads to be a "
+            f"multiple of num_kv_heads, both >= 1, got {num_heads} and {num_kv_heads}"
+        )
     tile_tokens = torch.sym_max(1, _PLAN_MIN_TILE_ROWS // (num_heads // num_kv_heads))
     tiles = total_q // tile_tokens + num_sequences
     return _PLAN_HEADER_ROWS + tiles + _plan_partial_rows(total_q, max_seqlen_k)

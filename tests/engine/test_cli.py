@@ -272,3 +272,10 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder):
     subprocess.run(command, shell=True, check=True, capture_output=True, timeout=120)
     assert "Traceback" not in (text := (tiny_folder / "stderr").read_text())
     assert "BrokenPipe" not in text
+
+
+def test_chat_goes_on_after_a_turn_that_does_not_fit(capsys, model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("long " * 200 + "\nhello\n"))
+    code, out, err = run(capsys, "chat", *model, "--max-model-len", "96", "--max-tokens", "4")
+    assert code == 1
+    assert "expected a prompt of at most 95 tokens" in err and "tokens/s" in err and out.strip()

@@ -23,10 +23,12 @@ from fastinfer.models.source import resolve
 TOKENS = 128
 SAMPLED_TOKENS = 48
 
-STORY = (
-    "The keeper of the lighthouse had three rules, and he wrote them on the door in white chalk. "
-    "The first was that the lamp must never go out. The second was that no boat may be left "
-    "unanswered. The third had been washed away by the rain so often that nobody knew it any more. "
+WINDS = ["north", "north-east", "east", "south", "south-west", "west"]
+SKIES = ["calm", "rain", "fog", "a storm", "snow"]
+LOG = "".join(
+    f"Day {day}. Wind from the {WINDS[day * 5 % 6]}, {day * 7 % 23} ships, {SKIES[day * 3 % 5]}. "
+    f"The lamp of the lighthouse burned for {day * 11 % 13 + 1} hours.\n"
+    for day in range(1, 21)
 )
 
 PROMPTS = [
@@ -49,7 +51,7 @@ PROMPTS = [
         {"role": "assistant", "content": "It is how plants make sugar from light."},
         {"role": "user", "content": "Which gas do they take in for that?"},
     ],
-    STORY * 10 + "In the end, the keeper",
+    f"The keeper's log.\n{LOG}On the last day, he wrote:",
     "Q: If a train travels 60 miles in 1.5 hours, what is its average speed?\nA: Let us think.",
 ]
 

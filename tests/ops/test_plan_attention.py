@@ -180,3 +180,13 @@ def test_a_workspace_that_is_too_small_is_refused(backend: Backend) -> None:
             backend.ops.paged_attention(
                 *args, **maxima, batch_invariant=True, workspace=bad.to(backend.device)
             )
+
+
+@pytest.mark.parametrize("heads", [(4, 8), (0, 1), (1, 0), (3, 2)])
+def test_head_counts_that_do_not_divide(backend: Backend, heads: tuple[int, int]) -> None:
+    cu, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="plan_attention: num_heads, num_kv_heads: expected"):
+        backend.ops.plan_attention(
+            cu, lens, total_q=1, num_heads=heads[0], num_kv_heads=heads[1], max_seqlen_q=1,
+            max_seqlen_k=4,
+        )  # fmt: skip
