@@ -43,7 +43,8 @@ class LLM:
         block_size: tokens a KV block holds, a multiple of 8 in 8..512.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         enforce_eager: capture no CUDA graphs; no effect on the CPU.
-        load_format: "auto", or "dummy" for random weights from the configuration alone.
+        load_format: "auto", "safetensors" or "gguf", or "dummy" for random weights from the
+            configuration alone.
         seed: of the generator that gives requests without a seed theirs.
 
     Raises:
