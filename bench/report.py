@@ -38,7 +38,8 @@ def table(record: dict[str, Any]) -> str:
         *(f"vs {p}" for p in peers),
     ]
     lines = [
-        f"**{record['suite']}** — {device}, torch {record['torch']}, {record['date']}",
+        "<details>",
+        f"<summary>{record['suite']} — {device}, torch {record['torch']}, {record['date']}</summary>",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -52,7 +53,7 @@ def table(record: dict[str, Any]) -> str:
             ]
         cells += [f"{row['peers'][p]['ratio']:.2f}×" if p in row["peers"] else "" for p in peers]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "</details>"])
 
 
 def render(readme: str, records: list[dict[str, Any]]) -> str:
