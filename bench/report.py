@@ -37,9 +37,10 @@ def table(record: dict[str, Any]) -> str:
         *(["us", "share of ceiling"] if on_gpu else []),
         *(f"vs {p}" for p in peers),
     ]
+    summary = f"{record['suite']} — {device}, torch {record['torch']}, {record['date']}"
     lines = [
         "<details>",
-        f"<summary>{record['suite']} — {device}, torch {record['torch']}, {record['date']}</summary>",
+        f"<summary>{summary}</summary>",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
