@@ -28,7 +28,12 @@ TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch whose stab
 
 # ---- sources, by role
 
-OPS_COMMON = ["csrc/schema.cpp", "csrc/build_info.cpp", "csrc/cpu/isa.cpp"]
+OPS_COMMON = [
+    "csrc/schema.cpp",
+    "csrc/build_info.cpp",
+    "csrc/cpu/isa.cpp",
+    "csrc/portable/portable.cpp",
+]
 # Checks, choice and threading: compiled once, for the baseline instruction set.
 CPU_OPS = [
     "csrc/cpu/activation.cpp",

@@ -17,3 +17,8 @@ FI_EXPORT const char* fastinfer_cpu_isa() {
 FI_EXPORT const char* fastinfer_cuda_archs() {
   return FI_CUDA_ARCHS;
 }
+
+// The ops with hand-written GPU kernels in this build, separated by spaces.
+FI_EXPORT const char* fastinfer_cuda_ops() {
+  return FI_CUDA_ARCHS[0] == '\0' ? "" : "rms_norm fused_add_rms_norm_";
+}

@@ -20,6 +20,9 @@
   "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, " \
   "bool batch_invariant=False"
 #define FI_OUT_LSE "Tensor(a!) out, Tensor(b!) lse) -> ()"
+#define FI_PORTABLE_OPTIONS                                               \
+  "float scale, SymInt window_left, SymInt window_right, float softcap, " \
+  "Tensor? sinks, Tensor? tree_mask, bool batch_invariant"
 
 STABLE_TORCH_LIBRARY(fastinfer, m) {
   // clang-format off
@@ -59,6 +62,23 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   // Sampling.
   m.def("sample(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None) -> (Tensor, Tensor)");
   m.def("sample.out(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
+
+  // The same ops as the Triton launchers of fastinfer/triton_kernels take them: private, called from
+  // csrc/portable alone, after the checks. Scale is resolved, and causal is window_right 0.
+  m.def("_portable_rms_norm(Tensor x, Tensor weight, float eps, float weight_offset, Tensor(a!) out) -> ()");
+  m.def("_portable_fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, float weight_offset) -> ()");
+  m.def("_portable_layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, float weight_offset, Tensor(a!) out) -> ()");
+  m.def("_portable_fused_add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, Tensor? bias, float eps, float weight_offset) -> ()");
+  m.def("_portable_silu_and_mul(Tensor x, Tensor(a!) out) -> ()");
+  m.def("_portable_gelu_and_mul(Tensor x, bool tanh_approx, Tensor(a!) out) -> ()");
+  m.def("_portable_rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
+  m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
+  m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
+  m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);
+  m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);
+  m.def("_portable_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? k_scale, Tensor? v_scale, Tensor? plan, Tensor(c!)? workspace, " FI_OUT_LSE);
+  m.def("_portable_plan_attention(Tensor cu_seqlens_q, Tensor seq_lens, SymInt total_q, SymInt num_heads, SymInt num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool batch_invariant, Tensor(a!) out) -> ()");
+  m.def("_portable_merge_attention_states(Tensor outs, Tensor lses, Tensor? sinks, " FI_OUT_LSE);
 
   // clang-format on
 }

@@ -16,6 +16,8 @@ if not PATH.is_file():
     )
 torch.ops.load_library(str(PATH))
 
+import fastinfer.triton_kernels  # noqa: E402, F401  (its kernels need the schemas)
+
 
 def cpu_isa() -> str:
     """The instruction set the CPU kernels run with: "avx2" or "generic"."""
@@ -25,6 +27,11 @@ def cpu_isa() -> str:
 def cuda_archs() -> list[str]:
     """The GPU architectures the CUDA kernels were built for; empty when none were built."""
     return _build_info("fastinfer_cuda_archs").split()
+
+
+def cuda_ops() -> list[str]:
+    """The ops with a hand-written GPU kernel in this build; the others run on Triton."""
+    return _build_info("fastinfer_cuda_ops").split()
 
 
 def _build_info(symbol: str) -> str:

@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed for each test, and the backends that ops are tested on."""
 
+import os
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,15 +19,30 @@ class Backend:
     library: Any  # torch's op namespace: overload packets, by name
 
 
-BACKENDS = ["cpu"]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where op tests run: cpu or cuda")
 
 
-@pytest.fixture(params=BACKENDS)
+def backend_name(device: str) -> str:
+    """Which backend this run of the tests is about."""
+    if os.environ.get("FASTINFER_BACKEND") == "triton":
+        return "triton"
+    return device
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        name = backend_name(metafunc.config.getoption("--device"))
+        metafunc.parametrize("backend", [name], indirect=True)
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Each backend that this machine can run; a new one is added here and nowhere else."""
+    """What the ops run on: FASTINFER_BACKEND and --device choose, for the whole run."""
     import fastinfer.ops
 
-    return Backend(request.param, "cpu", fastinfer.ops, torch.ops.fastinfer)
+    device = request.config.getoption("--device")
+    return Backend(request.param, device, fastinfer.ops, torch.ops.fastinfer)
 
 
 @pytest.fixture(autouse=True)

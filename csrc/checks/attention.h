@@ -425,6 +425,38 @@ inline AttentionProblem check_plan_attention(const Tensor& cu_seqlens_q_tensor,
   return p;
 }
 
+// ---- plans and scratch space
+
+inline int64_t plan_rows(const AttentionProblem& p) {
+  return plan_rows(p.num_sequences, p.total_q, p.num_heads, p.num_kv_heads, p.max_seqlen_k);
+}
+
+inline Arg check_plan_tensor(const char* op, const char* name, const Tensor& tensor,
+                             const AttentionProblem& p, const Arg& like) {
+  const Arg plan = read_arg(op, name, tensor);
+  expect_dtype(plan, {ScalarType::Int});
+  expect_shape(plan, {plan_rows(p), kPlanColumns});
+  expect_contiguous(plan);
+  expect_same_device(plan, like);
+  return plan;
+}
+
+// Null without a workspace.
+inline float* check_workspace(const std::optional<Tensor>& tensor, const AttentionProblem& p,
+                              const Arg& q) {
+  if (!tensor.has_value()) return nullptr;
+  const Arg arg = read_arg(p.op, "workspace", *tensor);
+  expect_dtype(arg, {ScalarType::Float});
+  expect_rank(arg, 1, "[floats]");
+  expect_contiguous(arg);
+  expect_same_device(arg, q);
+  const int64_t floats =
+      plan_workspace_floats(plan_partial_rows(p.total_q, p.max_seqlen_k), p.num_heads, p.value_dim);
+  FI_CHECK(arg.size(0) >= floats, p.op, "workspace: expected at least ", floats,
+           " elements (paged_attention_workspace_size), got ", arg.size(0));
+  return static_cast<float*>(arg.data);
+}
+
 // Fresh out and lse for q [B, Sq, H, D] or [T, H, D]; `v` is what holds the values.
 inline std::tuple<Tensor, Tensor> new_attention_outputs(const char* op, const Tensor& q_tensor,
                                                         const char* v_name, const Tensor& v_tensor,

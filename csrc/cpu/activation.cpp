@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "activation_kernels.h"
 #include "elements.h"
 #include "parallel.h"
@@ -30,21 +32,8 @@ void run(const ActivationProblem& p, const ActivationFunction (&functions)[3]) {
   });
 }
 
-Tensor new_output(const char* op, const Tensor& x) {
-  FI_CHECK(x.dim() >= 1, op, "x: expected at least 1 dimension, got a scalar");
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() /= 2;
-  return torch::stable::new_empty(x, sizes);
-}
-
 void silu_and_mul_out(const Tensor& x, const Tensor& out) {
   run(check_activation("silu_and_mul", x, out), activation_kernels().silu);
-}
-
-Tensor silu_and_mul(const Tensor& x) {
-  Tensor out = new_output("silu_and_mul", x);
-  silu_and_mul_out(x, out);
-  return out;
 }
 
 void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
@@ -52,19 +41,14 @@ void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
       tanh_approx ? activation_kernels().gelu_tanh : activation_kernels().gelu_erf);
 }
 
-Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
-  Tensor out = new_output("gelu_and_mul", x);
-  gelu_and_mul_out(x, tanh_approx, out);
-  return out;
-}
-
 }  // namespace
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("silu_and_mul", TORCH_BOX(&fastinfer::functional::silu_and_mul<&silu_and_mul_out>));
   m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));
-  m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
+  m.impl("gelu_and_mul", TORCH_BOX(&fastinfer::functional::gelu_and_mul<&gelu_and_mul_out>));
   m.impl("gelu_and_mul.out", TORCH_BOX(&gelu_and_mul_out));
 }

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <memory>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "attention_kernels.h"
 #include "elements.h"
 #include "merge_kernels.h"
@@ -213,18 +215,6 @@ void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
   run_unplanned(check_flash_attention(q, k, v, options, out, lse), q);
 }
 
-std::tuple<Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           std::optional<double> scale, bool causal,
-                                           int64_t window_left, int64_t window_right,
-                                           double softcap, const std::optional<Tensor>& sinks,
-                                           const std::optional<Tensor>& tree_mask,
-                                           bool batch_invariant) {
-  auto [out, lse] = new_attention_outputs("flash_attention", q, "v", v, true);
-  flash_attention_out(q, k, v, scale, causal, window_left, window_right, softcap, sinks, tree_mask,
-                      batch_invariant, out, lse);
-  return {out, lse};
-}
-
 void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& v,
                                 const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                 int64_t max_seqlen_q, int64_t max_seqlen_k,
@@ -240,26 +230,16 @@ void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& 
                 q);
 }
 
-std::tuple<Tensor, Tensor> flash_attention_varlen(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
-    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-    bool batch_invariant) {
-  auto [out, lse] = new_attention_outputs("flash_attention_varlen", q, "v", v, false);
-  flash_attention_varlen_out(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,
-                             causal, window_left, window_right, softcap, sinks, tree_mask,
-                             batch_invariant, out, lse);
-  return {out, lse};
-}
-
 }  // namespace
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("flash_attention", TORCH_BOX(&flash_attention));
+  m.impl("flash_attention",
+         TORCH_BOX(&fastinfer::functional::flash_attention<&flash_attention_out>));
   m.impl("flash_attention.out", TORCH_BOX(&flash_attention_out));
-  m.impl("flash_attention_varlen", TORCH_BOX(&flash_attention_varlen));
+  m.impl("flash_attention_varlen",
+         TORCH_BOX(&fastinfer::functional::flash_attention_varlen<&flash_attention_varlen_out>));
   m.impl("flash_attention_varlen.out", TORCH_BOX(&flash_attention_varlen_out));
 }

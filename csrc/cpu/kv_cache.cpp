@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "elements.h"
 #include "kv_cache_kernels.h"
 #include "parallel.h"
@@ -84,6 +86,7 @@ void append_paged_kv_cache_(const Tensor& k, const Tensor& v, const Tensor& k_ca
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
   m.impl("append_paged_kv_cache_", TORCH_BOX(&append_paged_kv_cache_));
 }

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "elements.h"
 #include "merge_kernels.h"
 #include "parallel.h"
@@ -43,22 +45,13 @@ void merge_attention_states_out(const Tensor& outs, const Tensor& lses,
                [&](int64_t begin, int64_t end) { merge(args, begin, end); });
 }
 
-std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tensor& lses,
-                                                  const std::optional<Tensor>& sinks) {
-  constexpr const char* op = "merge_attention_states";
-  FI_CHECK(outs.dim() >= 1, op, "outs: expected at least 1 dimension, got a scalar");
-  FI_CHECK(lses.dim() >= 1, op, "lses: expected at least 1 dimension, got a scalar");
-  Tensor out = torch::stable::new_empty(outs, outs.sizes().slice(1));
-  Tensor lse = torch::stable::new_empty(lses, lses.sizes().slice(1));
-  merge_attention_states_out(outs, lses, sinks, out, lse);
-  return {out, lse};
-}
-
 }  // namespace
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
+  m.impl("merge_attention_states",
+         TORCH_BOX(&fastinfer::functional::merge_attention_states<&merge_attention_states_out>));
   m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
 }

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "elements.h"
 #include "norm_kernels.h"
 #include "parallel.h"
@@ -43,12 +45,6 @@ void rms_norm_out(const Tensor& x, const Tensor& weight, double eps, double weig
       norm_kernels().rms_norm);
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double weight_offset) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
-  rms_norm_out(x, weight, eps, weight_offset, out);
-  return out;
-}
-
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
                          double weight_offset) {
   run(check_norm("fused_add_rms_norm_", x, weight, std::nullopt, eps, weight_offset, x, &residual),
@@ -61,13 +57,6 @@ void layer_norm_out(const Tensor& x, const Tensor& weight, const std::optional<T
       norm_kernels().layer_norm);
 }
 
-Tensor layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  double eps, double weight_offset) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
-  layer_norm_out(x, weight, bias, eps, weight_offset, out);
-  return out;
-}
-
 void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight,
                            const std::optional<Tensor>& bias, double eps, double weight_offset) {
   run(check_norm("fused_add_layer_norm_", x, weight, bias, eps, weight_offset, x, &residual),
@@ -78,11 +67,12 @@ void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const Tensor
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm", TORCH_BOX(&fastinfer::functional::rms_norm<&rms_norm_out>));
   m.impl("rms_norm.out", TORCH_BOX(&rms_norm_out));
   m.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm", TORCH_BOX(&fastinfer::functional::layer_norm<&layer_norm_out>));
   m.impl("layer_norm.out", TORCH_BOX(&layer_norm_out));
   m.impl("fused_add_layer_norm_", TORCH_BOX(&fused_add_layer_norm_));
 }

@@ -1,21 +1,12 @@
 // CPU: paged_attention and plan_attention.
 #include <torch/csrc/stable/library.h>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "attention.h"
 
 namespace fastinfer::cpu {
 namespace {
-
-int64_t plan_rows(const AttentionProblem& p) {
-  return fastinfer::plan_rows(p.num_sequences, p.total_q, p.num_heads, p.num_kv_heads,
-                              p.max_seqlen_k);
-}
-
-void check_plan_tensor(const Arg& plan, int64_t rows) {
-  expect_dtype(plan, {ScalarType::Int});
-  expect_shape(plan, {rows, kPlanColumns});
-  expect_contiguous(plan);
-}
 
 void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                          const Tensor& block_table, const Tensor& cu_seqlens_q,
@@ -34,28 +25,14 @@ void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v
       {q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale}, max_seqlen_q,
       max_seqlen_k, options, out, lse);
   const Arg q_arg = read_arg(op, "q", q);
-  float* space = nullptr;
-  if (workspace.has_value()) {
-    const Arg arg = read_arg(op, "workspace", *workspace);
-    expect_dtype(arg, {ScalarType::Float});
-    expect_rank(arg, 1, "[floats]");
-    expect_contiguous(arg);
-    expect_same_device(arg, q_arg);
-    const int64_t floats = plan_workspace_floats(plan_partial_rows(p.total_q, p.max_seqlen_k),
-                                                 p.num_heads, p.value_dim);
-    FI_CHECK(arg.size(0) >= floats, op, "workspace: expected at least ", floats,
-             " elements (paged_attention_workspace_size), got ", arg.size(0));
-    space = static_cast<float*>(arg.data);
-  }
+  float* const space = check_workspace(workspace, p, q_arg);
 
   const AttentionLengths lengths = read_lengths(p);
   check_block_table(p, lengths);
   AttentionPlan plan;
   const PlanHeader header = plan_header(p, lengths);
   if (plan_tensor.has_value()) {
-    const Arg arg = read_arg(op, "plan", *plan_tensor);
-    check_plan_tensor(arg, plan_rows(p));
-    expect_same_device(arg, q_arg);
+    const Arg arg = check_plan_tensor(op, "plan", *plan_tensor, p, q_arg);
     plan = read_plan(op, header, lengths, static_cast<const int32_t*>(arg.data), arg.size(0));
   } else {
     plan = make_plan(header, lengths, torch::stable::get_num_threads());
@@ -68,20 +45,6 @@ void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v
   run_attention(p, lengths, plan, static_cast<float*>(allocated.data_ptr()));
 }
 
-std::tuple<Tensor, Tensor> paged_attention(
-    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
-    const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
-    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-    const std::optional<Tensor>& plan, bool batch_invariant) {
-  auto [out, lse] = new_attention_outputs("paged_attention", q, "v_cache", v_cache, false);
-  paged_attention_out(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q,
-                      max_seqlen_k, scale, causal, window_left, window_right, softcap, sinks,
-                      tree_mask, k_scale, v_scale, plan, batch_invariant, std::nullopt, out, lse);
-  return {out, lse};
-}
-
 void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t total_q,
                         int64_t num_heads, int64_t num_kv_heads, int64_t max_seqlen_q,
                         int64_t max_seqlen_k, bool causal, int64_t window_left,
@@ -89,36 +52,22 @@ void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int6
   const AttentionProblem p =
       check_plan_attention(cu_seqlens_q, seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_q,
                            max_seqlen_k, causal, window_left, window_right, batch_invariant);
-  const Arg rows = read_arg(p.op, "out", out);
-  check_plan_tensor(rows, plan_rows(p));
-  expect_same_device(rows, read_arg(p.op, "seq_lens", seq_lens));
+  const Arg rows = check_plan_tensor(p.op, "out", out, p, read_arg(p.op, "seq_lens", seq_lens));
   const AttentionLengths lengths = read_lengths(p);
   const AttentionPlan plan =
       make_plan(plan_header(p, lengths), lengths, torch::stable::get_num_threads());
   write_plan(plan, static_cast<int32_t*>(rows.data), rows.size(0));
 }
 
-Tensor plan_attention(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t total_q,
-                      int64_t num_heads, int64_t num_kv_heads, int64_t max_seqlen_q,
-                      int64_t max_seqlen_k, bool causal, int64_t window_left, int64_t window_right,
-                      bool batch_invariant) {
-  const AttentionProblem p =
-      check_plan_attention(cu_seqlens_q, seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_q,
-                           max_seqlen_k, causal, window_left, window_right, batch_invariant);
-  const Tensor out =
-      torch::stable::new_empty(seq_lens, {plan_rows(p), kPlanColumns}, ScalarType::Int);
-  plan_attention_out(cu_seqlens_q, seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_q,
-                     max_seqlen_k, causal, window_left, window_right, batch_invariant, out);
-  return out;
-}
-
 }  // namespace
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("paged_attention",
+         TORCH_BOX(&fastinfer::functional::paged_attention<&paged_attention_out>));
   m.impl("paged_attention.out", TORCH_BOX(&paged_attention_out));
-  m.impl("plan_attention", TORCH_BOX(&plan_attention));
+  m.impl("plan_attention", TORCH_BOX(&fastinfer::functional::plan_attention<&plan_attention_out>));
   m.impl("plan_attention.out", TORCH_BOX(&plan_attention_out));
 }

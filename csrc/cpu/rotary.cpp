@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "elements.h"
 #include "parallel.h"
 #include "rotary_kernels.h"
@@ -38,6 +40,7 @@ void rotary_embedding_(const Tensor& q, const std::optional<Tensor>& k, const Te
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
 }

@@ -8,6 +8,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../functional.h"
+#include "../portable/portable.h"
 #include "elements.h"
 #include "parallel.h"
 #include "sampling_kernels.h"
@@ -281,24 +283,12 @@ void sample_out(const Tensor& logits, const std::optional<Tensor>& temperature,
   });
 }
 
-std::tuple<Tensor, Tensor> sample(const Tensor& logits, const std::optional<Tensor>& temperature,
-                                  const std::optional<Tensor>& top_k,
-                                  const std::optional<Tensor>& top_p,
-                                  const std::optional<Tensor>& min_p,
-                                  const std::optional<Tensor>& seeds,
-                                  const std::optional<Tensor>& positions) {
-  FI_CHECK(logits.dim() == 2, "sample", "logits: expected 2 dimensions [B, V], got ", logits.dim());
-  Tensor token_ids = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
-  Tensor valid = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Bool);
-  sample_out(logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids, valid);
-  return {token_ids, valid};
-}
-
 }  // namespace
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cpu;
-  m.impl("sample", TORCH_BOX(&sample));
+  m.impl("sample", TORCH_BOX(&fastinfer::functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));
 }

@@ -65,12 +65,4 @@ inline int capability(const char* op, int32_t device_index) {
   return known[device_index];
 }
 
-// The hand-written kernels are compiled for sm_90a, which runs on compute capability 9.0 alone.
-inline void expect_hopper(const char* op, int32_t device_index) {
-  const int found = capability(op, device_index);
-  FI_CHECK(found == 90, op,
-           "expected a GPU of compute capability 9.0 (this build has sm_90a kernels), got ",
-           found / 10, ".", found % 10);
-}
-
 }  // namespace fastinfer::cuda

@@ -1,10 +1,13 @@
-"""Which backend each op uses on a device, and why, read from torch's dispatcher.
+"""Which backend each op uses on a device, and why.
 
 Nothing here is listed by hand: the ops are those whose schemas the library registered, an op's
 family is the file of `fastinfer.ops` that holds its wrapper.
 """
 
 from __future__ import annotations
+
+import importlib.util
+import os
 
 import torch
 
@@ -38,8 +41,8 @@ def backends(device: str | torch.device | None = None) -> dict[str, tuple[str, s
             else the CPU.
 
     Returns:
-        op -> (backend, reason). The backend is "cpu" (C++), "cuda" (hand-written GPU kernel) or
-        "none": the op cannot run there, and the reason says why and what helps.
+        op -> (backend, reason). The backend is "cpu" (C++), "triton" (portable GPU kernel), "cuda"
+        (hand-written GPU kernel) or "none": the op cannot run there, and the reason says why.
 
     Raises:
         RuntimeError: the device's type is not known to torch.
@@ -47,18 +50,27 @@ def backends(device: str | torch.device | None = None) -> dict[str, tuple[str, s
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    return {name: _choose(name, device) for name in op_names()}
+
+
+def _choose(op: str, device: torch.device) -> tuple[str, str]:
+    forced = os.environ.get("FASTINFER_BACKEND") == "triton"
+    if device.type == "cpu":
+        if not forced:
+            return "cpu", f"C++, {fastinfer._library.cpu_isa()}"
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return "triton", "FASTINFER_BACKEND=triton, under Triton's interpreter"
+        return "none", "FASTINFER_BACKEND=triton runs on the CPU only with TRITON_INTERPRET=1"
     missing = _missing_device(device)
-    result = {}
-    for name, overloads in sorted(_overloads().items()):
-        if missing is not None:
-            result[name] = ("none", missing)
-        elif device.type == "cpu":
-            result[name] = _choose(overloads, "cpu", f"C++, {fastinfer._library.cpu_isa()}")
-        else:
-            result[name] = _choose(
-                overloads, "cuda", "hand-written kernel for compute capability 9.0"
-            )
-    return result
+    if missing is not None:
+        return "none", missing
+    if op not in fastinfer._library.cuda_ops():
+        return "triton", "portable kernel"
+    if forced:
+        return "triton", "FASTINFER_BACKEND=triton"
+    if torch.cuda.get_device_capability(device) != _CUDA_CAPABILITY:
+        return "triton", "the hand-written kernel needs compute capability 9.0"
+    return "cuda", "hand-written kernel for compute capability 9.0"
 
 
 def _overloads() -> dict[str, list[str]]:
@@ -78,29 +90,10 @@ def _missing_device(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"fastinfer has kernels for cpu and cuda devices, not for {device.type}"
-    if torch.version.hip is not None:
-        return "the GPU kernels are for NVIDIA GPUs, this torch is built for ROCm"
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
             return "this torch is built without CUDA; install a CUDA build of torch"
         return "torch finds no usable CUDA GPU (torch.cuda.is_available() is False)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != _CUDA_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return (
-            f"the GPU kernels need compute capability 9.0 (Hopper); {name} has "
-            f"{capability[0]}.{capability[1]}"
-        )
+    if importlib.util.find_spec("triton") is None:
+        return "the GPU kernels need the package triton"
     return None
-
-
-def _choose(overloads: list[str], backend: str, reason: str) -> tuple[str, str]:
-    key = {"cpu": "CPU", "cuda": "CUDA"}[backend]
-    if all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in overloads):
-        return backend, reason
-    if backend == "cpu":
-        return "none", "no CPU kernel in this build of fastinfer"
-    return "none", (
-        "no GPU kernel in this build of fastinfer; run it on the CPU, or build where a CUDA "
-        "compiler is found (FASTINFER_CUDA=1) if the op has a GPU kernel"
-    )

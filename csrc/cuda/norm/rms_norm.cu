@@ -2,6 +2,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../../checks/norm.h"
+#include "../../functional.h"
+#include "../../portable/norm.h"
+#include "../../portable/portable.h"
 #include "../runtime.h"
 #include "rms_norm.cuh"
 
@@ -43,9 +46,12 @@ void launch_for_weight(const NormProblem& p, cudaStream_t stream, const char* op
   }
 }
 
+// The kernels are compiled for sm_90a, which runs on compute capability 9.0 alone.
+bool supports(const char* op, int32_t device_index) {
+  return capability(op, device_index) == 90;
+}
+
 void run(const char* op, const NormProblem& p, int32_t device_index) {
-  if (p.x_rows.count == 0) return;
-  expect_hopper(op, device_index);
   const DeviceGuard guard(op, device_index);
   const cudaStream_t stream = current_stream(op, device_index);
   switch (p.dtype) {
@@ -57,29 +63,29 @@ void run(const char* op, const NormProblem& p, int32_t device_index) {
 
 void rms_norm_out(const Tensor& x, const Tensor& weight, double eps, double weight_offset,
                   const Tensor& out) {
-  run("rms_norm", check_norm("rms_norm", x, weight, std::nullopt, eps, weight_offset, out, nullptr),
-      x.get_device_index());
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double weight_offset) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
-  rms_norm_out(x, weight, eps, weight_offset, out);
-  return out;
+  constexpr const char* op = "rms_norm";
+  if (!supports(op, x.get_device_index()))
+    return portable::rms_norm_out(x, weight, eps, weight_offset, out);
+  const NormProblem p = check_norm(op, x, weight, std::nullopt, eps, weight_offset, out, nullptr);
+  if (p.x_rows.count > 0) run(op, p, x.get_device_index());
 }
 
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
                          double weight_offset) {
-  run("fused_add_rms_norm_",
-      check_norm("fused_add_rms_norm_", x, weight, std::nullopt, eps, weight_offset, x, &residual),
-      x.get_device_index());
+  constexpr const char* op = "fused_add_rms_norm_";
+  if (!supports(op, x.get_device_index()))
+    return portable::fused_add_rms_norm_(x, residual, weight, eps, weight_offset);
+  const NormProblem p = check_norm(op, x, weight, std::nullopt, eps, weight_offset, x, &residual);
+  if (p.x_rows.count > 0) run(op, p, x.get_device_index());
 }
 
 }  // namespace
 }  // namespace fastinfer::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
+  if (fastinfer::portable_forced()) return;
   using namespace fastinfer::cuda;
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm", TORCH_BOX(&fastinfer::functional::rms_norm<&rms_norm_out>));
   m.impl("rms_norm.out", TORCH_BOX(&rms_norm_out));
   m.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
 }

@@ -1,0 +1,132 @@
+// The functional overloads, the same for every backend: allocate the outputs, then do what the
+// backend's `.out` implementation `kOut` does.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "checks/attention.h"
+#include "torch_utils.h"
+
+namespace fastinfer::functional {
+
+template <auto kOut>
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double weight_offset) {
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  kOut(x, weight, eps, weight_offset, out);
+  return out;
+}
+
+template <auto kOut>
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  double eps, double weight_offset) {
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  kOut(x, weight, bias, eps, weight_offset, out);
+  return out;
+}
+
+inline Tensor new_halved(const char* op, const Tensor& x) {
+  FI_CHECK(x.dim() >= 1, op, "x: expected at least 1 dimension, got a scalar");
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() /= 2;
+  return torch::stable::new_empty(x, sizes);
+}
+
+template <auto kOut>
+Tensor silu_and_mul(const Tensor& x) {
+  Tensor out = new_halved("silu_and_mul", x);
+  kOut(x, out);
+  return out;
+}
+
+template <auto kOut>
+Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
+  Tensor out = new_halved("gelu_and_mul", x);
+  kOut(x, tanh_approx, out);
+  return out;
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const std::optional<Tensor>& temperature,
+                                  const std::optional<Tensor>& top_k,
+                                  const std::optional<Tensor>& top_p,
+                                  const std::optional<Tensor>& min_p,
+                                  const std::optional<Tensor>& seeds,
+                                  const std::optional<Tensor>& positions) {
+  FI_CHECK(logits.dim() == 2, "sample", "logits: expected 2 dimensions [B, V], got ", logits.dim());
+  Tensor token_ids = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
+  Tensor valid = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Bool);
+  kOut(logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids, valid);
+  return {token_ids, valid};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tensor& lses,
+                                                  const std::optional<Tensor>& sinks) {
+  constexpr const char* op = "merge_attention_states";
+  FI_CHECK(outs.dim() >= 1, op, "outs: expected at least 1 dimension, got a scalar");
+  FI_CHECK(lses.dim() >= 1, op, "lses: expected at least 1 dimension, got a scalar");
+  Tensor out = torch::stable::new_empty(outs, outs.sizes().slice(1));
+  Tensor lse = torch::stable::new_empty(lses, lses.sizes().slice(1));
+  kOut(outs, lses, sinks, out, lse);
+  return {out, lse};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                           std::optional<double> scale, bool causal,
+                                           int64_t window_left, int64_t window_right,
+                                           double softcap, const std::optional<Tensor>& sinks,
+                                           const std::optional<Tensor>& tree_mask,
+                                           bool batch_invariant) {
+  auto [out, lse] = new_attention_outputs("flash_attention", q, "v", v, true);
+  kOut(q, k, v, scale, causal, window_left, window_right, softcap, sinks, tree_mask,
+       batch_invariant, out, lse);
+  return {out, lse};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> flash_attention_varlen(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    bool batch_invariant) {
+  auto [out, lse] = new_attention_outputs("flash_attention_varlen", q, "v", v, false);
+  kOut(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_left,
+       window_right, softcap, sinks, tree_mask, batch_invariant, out, lse);
+  return {out, lse};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> paged_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+    const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    const std::optional<Tensor>& plan, bool batch_invariant) {
+  auto [out, lse] = new_attention_outputs("paged_attention", q, "v_cache", v_cache, false);
+  kOut(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k, scale,
+       causal, window_left, window_right, softcap, sinks, tree_mask, k_scale, v_scale, plan,
+       batch_invariant, std::nullopt, out, lse);
+  return {out, lse};
+}
+
+template <auto kOut>
+Tensor plan_attention(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t total_q,
+                      int64_t num_heads, int64_t num_kv_heads, int64_t max_seqlen_q,
+                      int64_t max_seqlen_k, bool causal, int64_t window_left, int64_t window_right,
+                      bool batch_invariant) {
+  const AttentionProblem p =
+      check_plan_attention(cu_seqlens_q, seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_q,
+                           max_seqlen_k, causal, window_left, window_right, batch_invariant);
+  const Tensor out =
+      torch::stable::new_empty(seq_lens, {plan_rows(p), kPlanColumns}, ScalarType::Int);
+  kOut(cu_seqlens_q, seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_q, max_seqlen_k, causal,
+       window_left, window_right, batch_invariant, out);
+  return out;
+}
+
+}  // namespace fastinfer::functional
