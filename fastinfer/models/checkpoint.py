@@ -24,7 +24,9 @@ class CheckpointTensor:
     is_float: bool
     """Whether it holds real numbers, quantized or not."""
     copy_to: Callable[[Tensor], None]
-    """Reads it into a tensor of that shape, of any float type and device."""
+    """Reads it into a tensor of that shape, of any float type, strides and device."""
+    is_buffer: bool = False
+    """Not a weight: it follows from the config, and is left out."""
 
 
 def extra(module: str, purpose: str) -> ModuleType:

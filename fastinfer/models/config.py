@@ -2,64 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fastinfer.models.architectures import architecture, gguf_architecture
+from fastinfer.models.fields import integer, number, token_ids, unsupported
+from fastinfer.models.rotary import RopeScaling, gguf_scaling
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What sets one family of models apart; a row of `ARCHITECTURES`."""
-
-    name: str
-    """`model_type` in config.json and `general.architecture` in a GGUF file."""
-    hf_class: str
-    """The causal language model in config.json's `architectures`."""
-    hf_biases: Callable[[Mapping[str, Any]], dict[str, bool]]
-    """The bias fields of `ModelConfig` from config.json."""
-    gguf_biases: dict[str, bool]
-    """The same for GGUF files, which do not record them."""
-    gguf_interleaves_qk: bool
-    """GGUF files hold the rows of q and k for the interleaved rotary embedding (pairs 2i, 2i+1)."""
-
-
-def _llama_biases(fields: Mapping[str, Any]) -> dict[str, bool]:
-    attention = bool(fields.get("attention_bias", False))
-    return {
-        "qkv_bias": attention,
-        "attention_out_bias": attention,
-        "mlp_bias": bool(fields.get("mlp_bias", False)),
-    }
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    a.name: a
-    for a in (
-        Architecture("llama", "LlamaForCausalLM", _llama_biases, {}, gguf_interleaves_qk=True),
-        Architecture(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            lambda fields: {"qkv_bias": True},
-            {"qkv_bias": True},
-            gguf_interleaves_qk=False,
-        ),
-    )
+_CHOICES = {
+    "norm": ("rms_norm", "layer_norm"),
+    "positions": ("rotary", "learned"),
+    "activation": ("silu", "gelu", "gelu_tanh"),
 }
+# The sizes that every config.json has, under these keys or a family's own.
+_HF_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer: RMSNorm, rotary embedding, GQA, gated SiLU MLP.
+    """The shape of a decoder-only transformer.
+
+    By default RMSNorm before attention and MLP, rotary embedding, GQA and a gated SiLU MLP.
 
     Raises:
         ValueError: a size that is not positive, or sizes that do not go together.
     """
 
     architecture: str
+    """A key of `ARCHITECTURES`, which knows the checkpoints' names; all else follows from the
+    other fields."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -76,6 +59,34 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    norm: str = "rms_norm"
+    """Either "rms_norm" or "layer_norm" (with biases)."""
+    norm_weight_offset: float = 0.0
+    """Added to the stored weights of norms; dummy weights make the sum 1."""
+    qk_norm: bool = False
+    """Queries and keys are normalised per head before the rotary embedding."""
+    post_norms: bool = False
+    """What attention and MLP give is normalised before it is added to the residual stream."""
+    activation: str = "silu"
+    """One of "silu", "gelu" (by erf) and "gelu_tanh"."""
+    gated_mlp: bool = True
+    """down(activation(gate x) * up x); otherwise down(activation(up x))."""
+    positions: str = "rotary"
+    """Either "rotary" or "learned" (added to the embeddings)."""
+    rotary_dim: int | None = None
+    """The first features of each head that are turned; None: all."""
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """A token sees itself and the sliding_window - 1 tokens before it, in the layers that have
+    one; None: all."""
+    sliding_layers: tuple[bool, ...] | None = None
+    """Which layers have the window; None: all."""
+    local_rope_theta: float | None = None
+    """The rotary base of sliding layers, which are not scaled, where it is their own."""
+    attention_scale: float | None = None
+    """Multiplies the scores; None: 1 / sqrt(head_dim)."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size), rounded to the model's type."""
     dtype: torch.dtype = torch.float32
     """The type the weights were saved in (bfloat16 for quantized files)."""
     bos_token_id: int | None = None
@@ -83,18 +94,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         architecture(self.architecture)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model config: {name} must be >= 1, got {getattr(self, name)}")
+        for name in (*_HF_SIZES, "num_kv_heads", "head_dim", "sliding_window", "rotary_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"model config: {name} must be >= 1, got {value}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"model config: {name} must be one of {choices}, got {getattr(self, name)!r}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model config: num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -102,11 +110,58 @@ class ModelConfig:
             )
         if self.head_dim % 2 or self.head_dim > 512:
             raise ValueError(f"model config: head_dim must be even and <= 512, got {self.head_dim}")
-        if not self.norm_eps >= 0 or not self.rope_theta > 0:
+        if self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            raise ValueError(
+                f"model config: rotary_dim must be even and <= head_dim ({self.head_dim}), got "
+                f"{self.rotary_size}"
+            )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic" and self.rotary_size < 4:
+            raise ValueError(
+                "model config: rope scaling 'dynamic': at least 4 rotary features expected, got "
+                f"{self.rotary_size}"
+            )
+        if scaling is not None and scaling.kind == "factors":
+            expected, got = self.rotary_size // 2, len(scaling.frequency_factors)
+            if got != expected:
+                raise ValueError(
+                    f"model config: rope scaling: {expected} frequency factors expected, got {got}"
+                )
+        if self.sliding_layers is not None and (
+            self.sliding_window is None or len(self.sliding_layers) != self.num_layers
+        ):
+            raise ValueError(
+                f"model config: sliding_layers goes with a sliding_window and {self.num_layers} "
+                f"layers, got {self.sliding_window} and {len(self.sliding_layers)}"
+            )
+        thetas = [t for t in (self.rope_theta, self.local_rope_theta) if t is not None]
+        if not self.norm_eps >= 0 or not all(t > 0 for t in thetas):
             raise ValueError(
                 "model config: norm_eps >= 0 and rope_theta > 0 expected, got "
-                f"{self.norm_eps} and {self.rope_theta}"
+                f"{self.norm_eps} and {', '.join(map(str, thetas))}"
             )
+
+    @property
+    def rotary_size(self) -> int:
+        """How many features of each head are turned."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def max_context(self) -> int:
+        """The longest context that can be asked for, in tokens.
+
+        Usually `max_position_embeddings`; rope scaling may stretch its original context beyond it.
+        """
+        if self.rope_scaling is None:
+            return self.max_position_embeddings
+        stretched = int(self.rope_scaling.original_context * self.rope_scaling.factor)
+        return max(self.max_position_embeddings, stretched)
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer has the sliding window."""
+        if self.sliding_window is None:
+            return False
+        return self.sliding_layers is None or self.sliding_layers[layer]
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> ModelConfig:
@@ -114,50 +169,55 @@ class ModelConfig:
 
         Raises:
             ValueError: an unknown architecture, a missing or malformed key, or a feature that is
-                not
-                supported; named.
+                not supported; named.
         """
         arch = architecture(fields.get("model_type"), fields.get("architectures"))
         _refuse_hf_features(fields)
-        heads = _integer(fields, "num_attention_heads")
-        hidden = _integer(fields, "hidden_size")
-        kv_heads = _integer(fields, "num_key_value_heads", default=heads)
-        return cls(
-            architecture=arch.name,
-            vocab_size=_integer(fields, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_integer(fields, "intermediate_size"),
-            num_layers=_integer(fields, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=_integer(fields, "head_dim", default=hidden // max(heads, 1)),
-            max_position_embeddings=_integer(fields, "max_position_embeddings"),
-            norm_eps=_number(fields, "rms_norm_eps"),
-            rope_theta=_hf_rope_theta(fields),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            dtype=_hf_dtype(fields),
-            bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=token_ids(fields.get("eos_token_id"), "eos_token_id"),
-            **arch.hf_biases(fields),
-        )
+        keys = {name: arch.hf_keys.get(key, key) for name, key in _HF_SIZES.items()}
+        own = arch.hf(fields)
+        values = {n: integer(fields, key) for n, key in keys.items() if n not in own}
+        heads, hidden = values["num_heads"], values["hidden_size"]
+        values["num_kv_heads"] = integer(fields, "num_key_value_heads", default=heads)
+        values["head_dim"] = integer(fields, "head_dim", default=hidden // max(heads, 1))
+        shared: dict[str, Any] = {
+            "architecture": arch.name,
+            "norm_eps": number(fields, arch.hf_keys.get("rms_norm_eps", "rms_norm_eps")),
+            "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
+            "dtype": _hf_dtype(fields),
+            "bos_token_id": fields.get("bos_token_id"),
+            "eos_token_ids": token_ids(fields.get("eos_token_id"), "eos_token_id"),
+        }
+        return cls(**{**shared, **values, **own})
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
-        """From the metadata and tensor names of a GGUF file; raises as `from_hf` does."""
-        arch = architecture(metadata.get("general.architecture"))
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        tensor_names: Collection[str],
+        rope_factors: tuple[float, ...] | None = None,
+    ) -> ModelConfig:
+        """From the metadata and tensor names of a GGUF file; raises as `from_hf` does.
+
+        Args:
+            metadata: all keys.
+            tensor_names: of all tensors.
+            rope_factors: the values of `rope_freqs.weight`, where the file has it.
+        """
+        arch = gguf_architecture(metadata.get("general.architecture"))
         prefix = arch.name + "."
         fields = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
-        _refuse_gguf_features(fields, metadata, tensor_names)
-        heads = _integer(fields, "attention.head_count")
-        hidden = _integer(fields, "embedding_length")
-        head_dim = _integer(fields, "attention.key_length", default=hidden // max(heads, 1))
+        _refuse_gguf_features(fields, metadata)
+        heads = integer(fields, "attention.head_count")
+        hidden = integer(fields, "embedding_length")
+        context = integer(fields, "context_length")
+        head_dim = integer(fields, "attention.key_length", default=hidden // max(heads, 1))
         for key in ("attention.value_length", "rope.dimension_count"):
-            if _integer(fields, key, default=head_dim) != head_dim:
+            if integer(fields, key, default=head_dim) != head_dim:
                 raise ValueError(
                     f"model config: {prefix}{key} = {fields[key]} is not supported: expected the "
                     f"head size, {head_dim}"
                 )
-        vocab = _integer(
+        vocab = integer(
             fields, "vocab_size", default=len(metadata.get("tokenizer.ggml.tokens", ()))
         )
         eos = metadata.get("tokenizer.ggml.eos_token_id")
@@ -165,85 +225,36 @@ class ModelConfig:
             architecture=arch.name,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=_integer(fields, "feed_forward_length"),
-            num_layers=_integer(fields, "block_count"),
+            intermediate_size=integer(fields, "feed_forward_length"),
+            num_layers=integer(fields, "block_count"),
             num_heads=heads,
-            num_kv_heads=_integer(fields, "attention.head_count_kv", default=heads),
+            num_kv_heads=integer(fields, "attention.head_count_kv", default=heads),
             head_dim=head_dim,
-            max_position_embeddings=_integer(fields, "context_length"),
-            norm_eps=_number(fields, "attention.layer_norm_rms_epsilon"),
-            rope_theta=_number(fields, "rope.freq_base", default=10000.0),
+            max_position_embeddings=context,
+            norm_eps=number(fields, "attention.layer_norm_rms_epsilon"),
+            rope_theta=number(fields, "rope.freq_base", default=10000.0),
+            rope_scaling=gguf_scaling(fields, context, rope_factors),
             tie_word_embeddings="output.weight" not in tensor_names,
             dtype=torch.bfloat16,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=token_ids(eos, "tokenizer.ggml.eos_token_id"),
-            **arch.gguf_biases,
+            **(arch.gguf or {}),
         )
-
-
-def architecture(name: object, hf_classes: object = None) -> Architecture:
-    """The row of `ARCHITECTURES` for a model_type and, where given, config.json's `architectures`.
-
-    Raises:
-        ValueError: naming the unknown architecture and the supported ones.
-    """
-    arch = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if arch is None or (hf_classes and arch.hf_class not in hf_classes):  # type: ignore[operator]
-        known = ", ".join(f"{a.name} ({a.hf_class})" for a in ARCHITECTURES.values())
-        given = f"{name!r}" + (f" {hf_classes}" if hf_classes else "")
-        raise ValueError(f"model config: unknown architecture {given}; supported: {known}")
-    return arch
-
-
-def token_ids(value: object, key: str) -> tuple[int, ...]:
-    """Token ids from what configurations hold: nothing, one id, or a list of them."""
-    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"model config: {key} must be a token id or a list of them, got {value!r}")
-    return ids
 
 
 def _refuse_hf_features(fields: Mapping[str, Any]) -> None:
-    """Raises for what would change the result but is not implemented."""
-    activation = fields.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(
-            f"model config: hidden_act {activation!r} is not supported; expected 'silu'"
-        )
+    """Raises for what would change the result but is not implemented in any family."""
     quantization = fields.get("quantization_config")
     if quantization:
         method = (
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )
         raise ValueError(f"model config: quantization_config ({method!r}) is not supported")
-    layers = fields.get("num_hidden_layers", 0)
-    window = fields.get("sliding_window") if fields.get("use_sliding_window") else None
-    other = {t for t in fields.get("layer_types") or () if t != "full_attention"}
-    if other or (window is not None and fields.get("max_window_layers", 0) < layers):
-        raise ValueError(
-            f"model config: sliding-window attention ({window or sorted(other)}) is not supported"
-        )
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            "model config: partial_rotary_factor "
-            f"{fields['partial_rotary_factor']} is not supported"
-        )
-
-
-def _hf_rope_theta(fields: Mapping[str, Any]) -> float:
-    """The rotary base; `rope_parameters` is how transformers 5 writes it, the others are older."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"model config: rope_parameters must be an object, got {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(
-            f"model config: rope scaling {kind!r} is not supported; expected 'default'"
-        )
-    if any(isinstance(v, Mapping) for v in rope.values()):
-        raise ValueError("model config: rope_parameters per layer type are not supported")
-    where = rope if "rope_theta" in rope else fields
-    return _number(where, "rope_theta", default=10000.0)
+    for key in _EXPERTS:
+        if fields.get(key):
+            raise unsupported(key, fields[key], "a dense model")
+    if fields.get("vision_config"):
+        raise ValueError("model config: vision_config is not supported; expected a text model")
 
 
 def _hf_dtype(fields: Mapping[str, Any]) -> torch.dtype:
@@ -254,14 +265,8 @@ def _hf_dtype(fields: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _refuse_gguf_features(
-    fields: Mapping[str, Any], metadata: Mapping[str, Any], tensor_names: Collection[str]
-) -> None:
+def _refuse_gguf_features(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
     """Raises for what would change the result but is not implemented."""
-    scaling = fields.get("rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in tensor_names:
-        kind = scaling if scaling != "none" else "rope_freqs.weight"
-        raise ValueError(f"model config: rope scaling {kind!r} is not supported; expected 'none'")
     for key in ("expert_count", "attention.sliding_window"):
         if fields.get(key):
             raise ValueError(f"model config: {key} = {fields[key]} is not supported")
@@ -270,25 +275,3 @@ def _refuse_gguf_features(
             f"model config: a GGUF file in {metadata['split.count']} parts is not supported; "
             "merge them first"
         )
-
-
-def _integer(fields: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
-    value = fields.get(key)
-    if value is None:
-        if default is None:
-            raise ValueError(f"model config: the key {key!r} is missing")
-        return default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"model config: {key} must be an integer, got {value!r}")
-    return value
-
-
-def _number(fields: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
-    value = fields.get(key)
-    if value is None:
-        if default is None:
-            raise ValueError(f"model config: the key {key!r} is missing")
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"model config: {key} must be a number, got {value!r}")
-    return float(value)

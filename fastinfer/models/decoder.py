@@ -9,19 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastinfer import ops
+from fastinfer.models.architectures import HEAD, architecture
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
+from fastinfer.models.layer import AttentionStep, DecoderLayer, make_norm, module_slots
 from fastinfer.models.linear import Linear, empty
+from fastinfer.models.rotary import rotary_table
 
 
-@dataclass
-class _Step:
-    """What all layers of one step share."""
+@dataclass(frozen=True)
+class _AttentionKind:
+    """What the attention of some layers has in common."""
 
-    batch: Batch
-    cos_sin: Tensor
-    plan: Tensor
-    batch_invariant: bool
+    window_left: int
+    """Tokens seen before the token itself; -1: all."""
+    table: str | None
+    """The buffer with their rotary table; None: they turn nothing."""
 
 
 class Decoder(nn.Module):
@@ -31,7 +34,8 @@ class Decoder(nn.Module):
         config: its shape.
         dtype: of weights and activations.
         device: where it runs.
-        max_model_len: positions that occur, 0 .. max_model_len - 1; sizes the rotary table.
+        max_model_len: positions that occur, 0 .. max_model_len - 1; sizes the rotary tables (and
+            sets the frequencies of "dynamic" rope scaling).
 
     The weights are unset until `weight_slots` are filled. On the CPU in fp32, after
     `pack_weights`, each token's result is the same bit for bit whatever else is in the batch and
@@ -44,18 +48,30 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = empty((config.vocab_size, config.hidden_size), dtype, device)
+        self.embed_positions: nn.Parameter | None = None
+        if config.positions == "learned":
+            shape = (config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = empty(shape, dtype, device)
+        # Rounded to the type of the weights, as the models were trained.
+        scale = config.hidden_size**0.5 if config.scaled_embedding else 1.0
+        self._embedding_scale = torch.tensor(scale).to(dtype).item()
+        self._kinds, self._kind_of_layer = _attention_kinds(config, max_model_len)
         self.layers = nn.ModuleList(
             DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
         )
-        self.norm = empty((config.hidden_size,), dtype, device)
+        self.norm = make_norm(config, config.hidden_size, dtype, device)
         self.lm_head = Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
-        table = ops.rotary_cos_sin(inverse_frequencies(config), max_model_len).to(device)
-        self.register_buffer("cos_sin", table, persistent=False)
-        self.cos_sin: Tensor
+        for name, (theta, scaling) in {
+            "cos_sin": (config.rope_theta, config.rope_scaling),
+            "local_cos_sin": (config.local_rope_theta, None),
+        }.items():
+            if theta is not None and any(kind.table == name for kind in self._kinds):
+                table = rotary_table(theta, config.rotary_size, scaling, max_model_len, device)
+                self.register_buffer(name, table, persistent=False)
 
     def forward(self, batch: Batch, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Computes a step; writes the tokens' keys and values into the pages.
@@ -68,27 +84,21 @@ class Decoder(nn.Module):
         Returns:
             [T, hidden_size], after the last norm.
         """
-        config = self.config
         residual = F.embedding(batch.input_ids, self.embed_tokens)
         if not len(residual):
             return residual
-        batch_invariant = residual.device.type == "cpu"
-        plan = ops.plan_attention(
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            total_q=len(residual),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            batch_invariant=batch_invariant,
-        )
-        step = _Step(batch, self.cos_sin, plan, batch_invariant)
+        if self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
+        if self.embed_positions is not None:
+            residual.add_(F.embedding(batch.positions, self.embed_positions))
+        steps = self._attention_steps(batch)
         hidden: Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_caches, strict=True):
-            hidden = layer(hidden, residual, k_cache, v_cache, step)
+        for layer, kind, (k_cache, v_cache) in zip(
+            self.layers, self._kind_of_layer, kv_caches, strict=True
+        ):
+            hidden = layer(hidden, residual, k_cache, v_cache, batch, steps[kind])
         assert hidden is not None
-        ops.fused_add_rms_norm_(hidden, residual, self.norm, config.norm_eps)
+        self.norm.add_inplace(hidden, residual)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -99,18 +109,21 @@ class Decoder(nn.Module):
     def weight_slots(self) -> dict[str, Tensor]:
         """Where each weight of a checkpoint goes: views into the (merged) parameters.
 
-        The names are the ones that most families use in Hugging Face checkpoints; a loader for
-        another naming translates. Weights that are filled once are packed by `pack_weights`; there
-        are no slots after it.
+        The names, and whether projections lie transposed, are those of the architecture's Hugging
+        Face checkpoints; a loader for another naming translates. Weights that are filled once are
+        packed by `pack_weights`; there are no slots after it.
         """
-        slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embed_tokens.data}
+        names = architecture(self.config.architecture).names
+        slots = {names.embed_tokens + ".weight": self.embed_tokens.data}
+        if self.embed_positions is not None:
+            slots[names.embed_positions + ".weight"] = self.embed_positions.data
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            for name, slot in layer.weight_slots().items():
-                slots[f"model.layers.{i}.{name}"] = slot
-        slots["model.norm.weight"] = self.norm.data
+            for name, slot in layer.weight_slots(names).items():
+                slots[f"{names.layers}.{i}.{name}"] = slot
+        slots |= module_slots(self.norm, names.norm)
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = _weight(self.lm_head)
+            slots[HEAD] = self.lm_head.plain_weight()
         return slots
 
     def pack_weights(self) -> None:
@@ -119,101 +132,47 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind an RMSNorm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.config = config
-        hidden, width = config.hidden_size, config.intermediate_size
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-
-        def linear(n_in: int, n_out: int, bias: bool) -> Linear:
-            return Linear(n_in, n_out, bias=bias, dtype=dtype, device=device)
-
-        self.input_norm = empty((hidden,), dtype, device)
-        self.qkv = linear(hidden, (heads + 2 * kv_heads) * head_dim, config.qkv_bias)
-        self.attention_out = linear(heads * head_dim, hidden, config.attention_out_bias)
-        self.mlp_norm = empty((hidden,), dtype, device)
-        self.gate_up = linear(hidden, 2 * width, config.mlp_bias)
-        self.down = linear(width, hidden, config.mlp_bias)
-
-    def forward(
-        self,
-        hidden: Tensor | None,
-        residual: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        step: _Step,
-    ) -> Tensor:
-        """Adds ``hidden`` (None at the first layer) to ``residual``; returns what to add next."""
-        config, batch = self.config, step.batch
-        if hidden is None:
-            hidden = ops.rms_norm(residual, self.input_norm, config.norm_eps)
-        else:
-            ops.fused_add_rms_norm_(hidden, residual, self.input_norm, config.norm_eps)
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self.qkv(hidden).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        ops.rotary_embedding_(q, k, batch.positions, step.cos_sin)
-        ops.append_paged_kv_cache_(k, v, k_cache, v_cache, batch.slot_mapping)
-        attended, _ = ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            plan=step.plan,
-            batch_invariant=step.batch_invariant,
-        )
-        hidden = self.attention_out(attended.flatten(1))
-        ops.fused_add_rms_norm_(hidden, residual, self.mlp_norm, config.norm_eps)
-        out: Tensor = self.down(ops.silu_and_mul(self.gate_up(hidden)))
-        return out
-
-    def weight_slots(self) -> dict[str, Tensor]:
-        """As `Decoder.weight_slots`, for this layer."""
+    def _attention_steps(self, batch: Batch) -> list[AttentionStep]:
+        """Plans the step, once for each window."""
         config = self.config
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        slots = {
-            "input_layernorm.weight": self.input_norm.data,
-            "post_attention_layernorm.weight": self.mlp_norm.data,
-        }
-        for linear, parts in (
-            (self.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
-            (self.attention_out, {"self_attn.o_proj": config.hidden_size}),
-            (
-                self.gate_up,
-                {
-                    "mlp.gate_proj": config.intermediate_size,
-                    "mlp.up_proj": config.intermediate_size,
-                },
-            ),
-            (self.down, {"mlp.down_proj": config.hidden_size}),
-        ):
-            sizes = list(parts.values())
-            for name, slot in zip(parts, torch.split(_weight(linear), sizes), strict=True):
-                slots[name + ".weight"] = slot
-            if linear.bias is not None:
-                for name, slot in zip(parts, torch.split(linear.bias.data, sizes), strict=True):
-                    slots[name + ".bias"] = slot
-        return slots
+        batch_invariant = batch.input_ids.device.type == "cpu"
+        plans: dict[int, Tensor] = {}
+        steps = []
+        for kind in self._kinds:
+            if kind.window_left not in plans:
+                plans[kind.window_left] = ops.plan_attention(
+                    batch.cu_seqlens_q,
+                    batch.seq_lens,
+                    total_q=batch.input_ids.shape[0],
+                    num_heads=config.num_heads,
+                    num_kv_heads=config.num_kv_heads,
+                    max_seqlen_q=batch.max_seqlen_q,
+                    max_seqlen_k=batch.max_seqlen_k,
+                    window_left=kind.window_left,
+                    batch_invariant=batch_invariant,
+                )
+            table = None if kind.table is None else self.get_buffer(kind.table)
+            steps.append(
+                AttentionStep(plans[kind.window_left], kind.window_left, table, batch_invariant)
+            )
+        return steps
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """The rotary embedding's inverse frequencies theta^(-2i/head_dim), fp32 [head_dim / 2].
-
-    In fp32 and in this order of operations, since that is what models were trained with.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    return 1.0 / (config.rope_theta**exponents)
-
-
-def _weight(linear: Linear) -> Tensor:
-    if linear.weight is None:
-        raise RuntimeError("Decoder.weight_slots: the weights are packed and can no longer be set")
-    return linear.weight.data
+def _attention_kinds(
+    config: ModelConfig, max_model_len: int
+) -> tuple[list[_AttentionKind], list[int]]:
+    """The kinds of attention that occur, and which one each layer has."""
+    kinds: dict[_AttentionKind, int] = {}
+    of_layer = []
+    for layer in range(config.num_layers):
+        sliding = config.is_sliding(layer)
+        window = config.sliding_window if sliding else None
+        # A window that no sequence outgrows hides nothing.
+        left = -1 if window is None or window >= max_model_len else window - 1
+        table: str | None = "cos_sin"
+        if sliding and config.local_rope_theta is not None:
+            table = "local_cos_sin"
+        if config.positions != "rotary":
+            table = None
+        of_layer.append(kinds.setdefault(_AttentionKind(left, table), len(kinds)))
+    return list(kinds), of_layer

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastinfer.models.architectures import architecture
 from fastinfer.models.checkpoint import CheckpointTensor, extra
-from fastinfer.models.config import ModelConfig, architecture
+from fastinfer.models.config import ModelConfig
 from fastinfer.models.gguf_file import GGUFFile, GGUFTensor
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -30,6 +33,7 @@ _NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_ROPE_FACTORS = "rope_freqs.weight"
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: a few MB, whatever the tensor's size
 
 
@@ -40,7 +44,9 @@ class GGUFCheckpoint:
         self.path = path
         self.file = GGUFFile(path)
         try:
-            self.config = ModelConfig.from_gguf(self.file.metadata, self.file.tensors.keys())
+            self.config = ModelConfig.from_gguf(
+                self.file.metadata, self.file.tensors.keys(), self._rope_factors()
+            )
         except ValueError as error:
             raise ValueError(f"GGUF file {path}: {error}") from error
         self._interleaved = architecture(self.config.architecture).gguf_interleaves_qk
@@ -62,7 +68,19 @@ class GGUFCheckpoint:
                 tensor.type.name,
                 not tensor.type.name.startswith("I") or tensor.type.name.startswith("IQ"),
                 functools.partial(_copy, tensor, heads, self.path),
+                is_buffer=tensor.name == _ROPE_FACTORS,
             )
+
+    def _rope_factors(self) -> tuple[float, ...] | None:
+        """What each rotary frequency is divided by, where the file says so."""
+        tensor = self.file.tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return None
+        if len(tensor.shape) != 1:
+            raise ValueError(f"tensor {_ROPE_FACTORS}: one dimension expected, got {tensor.shape}")
+        values = torch.empty(tensor.shape)
+        _copy(tensor, 0, self.path, values)
+        return tuple(values.tolist())
 
 
 def slot_name(name: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.models.checkpoint import extra
-from fastinfer.models.config import token_ids
+from fastinfer.models.fields import token_ids
 from fastinfer.models.gguf_file import GGUFFile
 
 # Token types (tokenizer.ggml.token_type): control tokens are special; user-defined ones are

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastinfer.models.architectures import HEAD, WeightNames, architecture
 from fastinfer.models.checkpoint import CheckpointTensor, extra
 from fastinfer.models.config import ModelConfig
 
@@ -40,7 +41,8 @@ class HFCheckpoint:
     def tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor of the folder; each is read when it is copied."""
         safetensors = extra("safetensors", "reading safetensors files")
-        for path, names in self._files.items():
+        names = architecture(self.config.architecture).names
+        for path, wanted in self._files.items():
             try:
                 file = safetensors.safe_open(path, framework="pt")
             except (safetensors.SafetensorError, OSError) as error:
@@ -49,7 +51,7 @@ class HFCheckpoint:
                 ) from error
             with file:
                 held = set(file.keys())
-                for name in sorted(held) if names is None else names:
+                for name in sorted(held) if wanted is None else wanted:
                     if name not in held:
                         raise ValueError(
                             f"safetensors file {path}: tensor {name} is missing, which {_INDEX} "
@@ -58,12 +60,19 @@ class HFCheckpoint:
                     header = file.get_slice(name)
                     yield CheckpointTensor(
                         name,
-                        name,
+                        _slot_name(name, names),
                         tuple(header.get_shape()),
                         header.get_dtype(),
                         header.get_dtype() in _FLOATS,
                         functools.partial(_copy, file, name),
+                        is_buffer=name.endswith(names.buffers),
                     )
+
+
+def _slot_name(name: str, names: WeightNames) -> str:
+    """The name in `Decoder.weight_slots`."""
+    bare = names.prefix_optional and name != HEAD and not name.startswith(names.prefix)
+    return names.prefix + name if bare else name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -38,6 +38,14 @@ class Linear(nn.Module):
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    def plain_weight(self) -> Tensor:
+        """The weight, to be filled; RuntimeError once it is packed."""
+        if self.weight is None:
+            raise RuntimeError(
+                "Decoder.weight_slots: the weights are packed and can no longer be set"
+            )
+        return self.weight.data
+
     def pack(self) -> None:
         """Replaces the weight by its packed form where there is one; the plain one is dropped."""
         weight = self.weight

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastinfer.models.architectures import HEAD
 from fastinfer.models.checkpoint import CheckpointTensor
 from fastinfer.models.config import DTYPES, ModelConfig
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config
+from fastinfer.models.norm import Norm
 from fastinfer.models.source import resolve
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -61,7 +63,8 @@ def load(
         dtype: of weights and activations: a torch dtype or its name; "auto" is float32 on the CPU
             and elsewhere what the checkpoint was saved in.
         device: where the weights go.
-        max_model_len: tokens a sequence may have; None: what the model was made for.
+        max_model_len: tokens a sequence may have; None: what the model was made for. Rope scaling
+            may allow more, and "dynamic" scaling sets its frequencies by it.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
 
     Raises:
@@ -103,7 +106,8 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         ValueError: as `load`; all names, shapes and types are checked before anything is copied.
     """
     slots = decoder.weight_slots()
-    _check(checkpoint, slots)
+    embedding = decoder.embed_tokens.data
+    _check(checkpoint, slots, embedding)
     progress = tqdm(
         checkpoint.tensors(),
         total=len(slots),
@@ -112,7 +116,6 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         delay=1.0,
         disable=not sys.stderr.isatty(),
     )
-    embedding = decoder.embed_tokens.data
     tied_head = embedding
     for tensor in progress:
         if _is_tied_head(tensor, slots):
@@ -129,14 +132,13 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def fill_dummy(decoder: Decoder) -> None:
-    """Random weights, the same at every call: N(0, 0.02), and ones for the norms."""
-    slots = decoder.weight_slots()
+    """Random weights, the same at every call: N(0, 0.02), and norms that only normalise."""
     generator = torch.Generator(decoder.embed_tokens.device).manual_seed(0)
-    for name, slot in slots.items():
-        if name.endswith("norm.weight"):
-            slot.fill_(1.0)
-        else:
-            slot.normal_(0.0, 0.02, generator=generator)
+    for parameter in decoder.parameters():  # drawn where they live
+        parameter.data.normal_(0.0, 0.02, generator=generator)
+    for module in decoder.modules():
+        if isinstance(module, Norm):
+            module.fill_neutral()
 
 
 def _open(path: Path, load_format: str) -> Checkpoint:
@@ -149,19 +151,20 @@ def _open(path: Path, load_format: str) -> Checkpoint:
     return GGUFCheckpoint(path)
 
 
-def _check(checkpoint: Checkpoint, slots: dict[str, Tensor]) -> None:
+def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) -> None:
     missing = dict(slots)
     for tensor in checkpoint.tensors():
         where = f"{checkpoint.path}: tensor {tensor.name}"
-        if tensor.name.endswith(".rotary_emb.inv_freq"):
-            continue  # a buffer that old checkpoints carry; it follows from the config
+        if tensor.is_buffer:
+            continue
         if _is_tied_head(tensor, slots):
-            slot = slots["model.embed_tokens.weight"]
+            slot = embedding
         elif tensor.slot is None or tensor.slot not in slots:
             raise ValueError(f"{where}: the model has no such weight, so its result would be wrong")
         else:
             slot = slots[tensor.slot]
-            missing.pop(tensor.slot, None)
+            if missing.pop(tensor.slot, None) is None:
+                raise ValueError(f"{where}: the checkpoint holds this weight twice")
         if tensor.shape != tuple(slot.shape):
             raise ValueError(f"{where}: shape {tuple(slot.shape)} expected, got {tensor.shape}")
         if not tensor.is_float:
@@ -175,7 +178,7 @@ def _check(checkpoint: Checkpoint, slots: dict[str, Tensor]) -> None:
 
 
 def _is_tied_head(tensor: CheckpointTensor, slots: dict[str, Tensor]) -> bool:
-    return tensor.slot == "lm_head.weight" and "lm_head.weight" not in slots
+    return tensor.slot == HEAD and HEAD not in slots
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:
@@ -189,11 +192,11 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) 
 
 
 def _max_model_len(value: int | None, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
     if value is None:
-        return limit
-    if not 1 <= value <= limit:
+        return config.max_position_embeddings
+    if not 1 <= value <= config.max_context:
         raise ValueError(
-            f"load: max_model_len must be in 1..{limit} (the model's context), got {value}"
+            f"load: max_model_len must be in 1..{config.max_context} (the model's context), got "
+            f"{value}"
         )
     return value

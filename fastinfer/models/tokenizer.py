@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastinfer.models.checkpoint import extra
-from fastinfer.models.config import token_ids
+from fastinfer.models.fields import token_ids
 from fastinfer.models.gguf_tokenizer import from_gguf
 from fastinfer.models.hf_checkpoint import read_json
 from fastinfer.models.source import resolve

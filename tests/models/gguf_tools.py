@@ -35,6 +35,7 @@ def write_gguf(
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
     metadata: dict[str, Any] | None = None,
     leave_out: str = "",
+    more_tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes a transformers model as llama.cpp's converter does; a metadata None removes a key."""
     config = model.config
@@ -76,6 +77,8 @@ def write_gguf(
             writer.add_tensor(names[name], gguf.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(names[name], data)
+    for name, data in (more_tensors or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,13 +1,15 @@
 """`ModelConfig.from_hf`: what it reads, defaults as transformers has them, and what it refuses."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from fastinfer.models import ModelConfig
-from fastinfer.models.decoder import inverse_frequencies
-from tests.models.tools import TINY, tiny_model
+from fastinfer.models.architectures import ARCHITECTURES
+from fastinfer.models.rotary import RopeScaling
+from tests.models.tools import CONFIGS, GPT2, TINY
 
 BASE: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY}
 
@@ -53,21 +55,6 @@ def test_reads_a_config() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("theta", [None, 1e6, 31415.9])
-def test_frequencies_are_bit_equal_to_transformers(kind: str, theta: float | None) -> None:
-    hf = tiny_model(kind, **({} if theta is None else {"rope_theta": theta}))
-    config = ModelConfig.from_hf(hf.config.to_dict())
-    assert config.rope_theta == (theta or 10000.0)
-    assert torch.equal(inverse_frequencies(config), hf.model.rotary_emb.inv_freq)
-
-
-def test_both_ways_to_write_rope() -> None:
-    old = ModelConfig.from_hf({**BASE, "rope_theta": 5e5, "rope_scaling": {"type": "default"}})
-    rope = {"rope_type": "default", "rope_theta": 5e5}
-    assert old == ModelConfig.from_hf({**BASE, "rope_parameters": rope})
-
-
 def test_biases() -> None:
     def biases(**fields: Any) -> tuple[bool, bool, bool]:
         config = ModelConfig.from_hf({**BASE, **fields})
@@ -101,6 +88,7 @@ def test_missing_keys(key: str) -> None:
     ("fields", "message"),
     [
         ({"model_type": "mamba"}, r"unknown architecture 'mamba'.*supported: llama .*, qwen2 "),
+        ({"model_type": "gemma3"}, r"unknown architecture 'gemma3'.*gemma3_text \(Gemma3ForCausal"),
         ({"model_type": None}, "unknown architecture None"),
         ({"model_type": ["llama"]}, "unknown architecture"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
@@ -113,15 +101,14 @@ def test_missing_keys(key: str) -> None:
         ({"head_dim": 15}, "head_dim must be even"),
         ({"head_dim": 1024}, "head_dim must be even and <= 512"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; expected one of .*'silu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
-        ({"rope_parameters": {"full_attention": {}}}, "per layer type"),
+        ({"num_local_experts": 8}, "num_local_experts = 8 is not supported; expected a dense"),
+        ({"num_experts": 64}, "num_experts = 64 is not supported"),
+        ({"vision_config": {"hidden_size": 8}}, "vision_config is not supported; .*text model"),
         ({"rope_parameters": "default"}, "rope_parameters must be an object"),
         ({"rope_theta": 0}, "rope_theta > 0 expected"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding-window"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -134,3 +121,150 @@ def test_missing_keys(key: str) -> None:
 def test_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf({**BASE, **fields})
+
+
+# Families.
+
+
+def fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, as transformers 5 writes it."""
+    config_class, settings = CONFIGS[kind]
+    written: dict[str, Any] = config_class(**settings).to_dict()
+    return {**written, "architectures": [ARCHITECTURES[kind].hf_class], **changes}
+
+
+def read(kind: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(fields(kind, **changes))
+
+
+def test_windows() -> None:
+    def windows(config: ModelConfig) -> list[int | None]:
+        layers = range(config.num_layers)
+        return [config.sliding_window if config.is_sliding(i) else None for i in layers]
+
+    assert windows(read("llama")) == [None] * 3
+    assert windows(read("mistral")) == [7] * 3
+    assert windows(read("mistral", sliding_window=None)) == [None] * 3
+    base = fields("mistral")
+    del base["sliding_window"]
+    assert windows(ModelConfig.from_hf(base)) == [4096] * 3  # transformers' default
+    assert windows(read("phi3", sliding_window=5)) == [5] * 3
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 5}
+    for kind in ("qwen2", "qwen3"):
+        assert windows(read(kind, sliding_window=5)) == [None] * 3  # not in use
+        assert windows(read(kind, **window, layer_types=types)) == [None, 5, None]
+        base = {**fields(kind), **window, "max_window_layers": 2}
+        del base["layer_types"]
+        assert windows(ModelConfig.from_hf(base)) == [None, None, 5]
+
+
+def test_gemma3_as_it_was_published() -> None:
+    """Before transformers 5: bases and pattern in their own keys, head and tie by default."""
+    new = read("gemma3_text", sliding_window_pattern=2, layer_types=None, head_dim=16)
+    old = fields("gemma3_text", sliding_window_pattern=2, rope_scaling=None)
+    for key in ("layer_types", "rope_parameters", "_sliding_window_pattern", "tie_word_embeddings"):
+        del old[key]
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+    config = ModelConfig.from_hf(old)
+    assert config == new
+    assert config.sliding_layers == (True, False, True, False)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert config.attention_scale == 24**-0.5
+    assert config.tie_word_embeddings
+    scaled = ModelConfig.from_hf({**old, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.rope_scaling is not None and scaled.rope_scaling.factor == 8.0
+    assert ModelConfig.from_hf({**old, "rope_local_base_freq": 77.0}).local_rope_theta == 77.0
+
+
+def test_phi3_turns_a_part_of_each_head() -> None:
+    assert read("phi3").rotary_size == 8
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    assert read("phi3", rope_parameters=rope).rotary_size == 6
+    assert read("phi3", rope_parameters=None, partial_rotary_factor=0.5).rotary_size == 4
+
+
+def test_gpt2_sizes() -> None:
+    config = ModelConfig.from_hf({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": 1e-5})
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (48, 83, 8)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 6, 6)
+    assert read("gpt2", n_inner=None).intermediate_size == 4 * 48
+    assert config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_sizes_are_named_as_the_family_names_them(kind: str) -> None:
+    for key in ARCHITECTURES[kind].hf_keys.values() or ("hidden_size", "num_hidden_layers"):
+        if key == "n_inner":
+            continue
+        with pytest.raises(ValueError, match=rf"the key '{key}' is missing"):
+            ModelConfig.from_hf({k: v for k, v in fields(kind).items() if k != key})
+
+
+SLIDING = ["sliding_attention"] * 3
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be >= 1, got 0"),
+        ("mistral", {"sliding_window": 7.5}, "sliding_window must be an integer"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types .*same type"),
+        ("mistral", {"layer_types": [*SLIDING[:2], "full_attention"]}, "layer_types .*same type"),
+        ("qwen2", {"layer_types": SLIDING}, "sliding layers, but sliding_window is null"),
+        ("qwen3", {"layer_types": SLIDING[:2]}, "layer_types: 3 times 'full_attention' or"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types: 3 times"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types: 3 times"),
+        ("qwen3", {"layer_types": [["full_attention"]] * 3}, "layer_types: 3 times"),
+        ("qwen3", {"hidden_act": ["silu"]}, r"hidden_act \['silu'\]"),
+        ("qwen3", {"num_experts": 128}, "num_experts = 128"),
+        ("phi3", {"rope_scaling": LONG}, "'longrope' is not supported for phi3; .*'default'"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "'su' is not supported for phi3"),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.4}, "rotary_dim must be"),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 1.5}, "rotary_dim must be"),
+        ("phi3", {"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        ("gemma3_text", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": 3}},
+            "full_attention must be",
+        ),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: objects"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters.sliding_attention.rope_type .*expected 'default'",
+        ),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "pattern must be >= 1"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
+    ],
+)
+def test_refused_by_a_family(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(kind, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "batch_norm"}, "norm must be one of"),
+        ({"positions": "alibi"}, "positions must be one of"),
+        ({"activation": "relu"}, "activation must be one of"),
+        ({"rotary_dim": 18}, "rotary_dim must be even and <= head_dim"),
+        ({"sliding_layers": (True, False, True)}, "sliding_layers goes with a sliding_window"),
+        ({"sliding_window": 4, "sliding_layers": (True,)}, "sliding_layers goes with"),
+        ({"rope_scaling": RopeScaling("factors")}, "8 frequency factors expected, got 0"),
+        ({"local_rope_theta": 0.0}, "rope_theta > 0 expected"),
+    ],
+)
+def test_fields_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
+    config = ModelConfig.from_hf(BASE)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **changes)

@@ -15,6 +15,7 @@ from fastinfer.models import gguf_checkpoint as module
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.gguf_file import GGUFFile
 from fastinfer.models.loader import fill
+from fastinfer.models.rotary import inverse_frequencies
 from tests.models.gguf_tools import write_gguf
 from tests.models.tools import paged_logits, save, tiny_model
 
@@ -31,13 +32,14 @@ def filled(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_equals_the_folder(tmp_path: Path, kind: str, tied: bool) -> None:
     hf = tiny_model(kind, tie_word_embeddings=tied)
     from_folder = load(save(hf, tmp_path / "hf"))
     from_gguf = load(write_gguf(tmp_path / "m.gguf", hf))
     assert from_gguf.config.tie_word_embeddings == tied
     assert from_gguf.config.qkv_bias == (kind == "qwen2")
+    assert from_gguf.config.qk_norm == (kind == "qwen3")
     ids = [[1, *range(20, 60)]]
     a, b = (paged_logits(m.decoder, ids, 64)[0] for m in (from_folder, from_gguf))
     assert torch.equal(a, b)
@@ -143,7 +145,14 @@ def test_header(tmp_path: Path, healthy: bytes, at: int, value: bytes, message: 
         ({"llama.block_count": 2.5}, "block_count must be an integer, got 2.5"),
         ({"llama.attention.head_count": 0}, "num_heads must be >= 1"),
         ({"llama.attention.head_count_kv": 4}, "multiple of num_kv_heads"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"general.architecture": "gpt2"}, "unknown architecture 'gpt2' of a GGUF file"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported; .*'yarn'"),
+        ({"llama.rope.scaling.type": "yarn"}, "'rope.scaling.factor' is missing"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+            "rope.scaling.yarn_log_multiplier = 0.1.* is not supported",
+        ),
+        ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear = 2.0 is not supported"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count = 8 is not supported"),
         ({"llama.expert_count": 8}, "expert_count = 8"),
         ({"split.count": 2}, "in 2 parts"),
@@ -166,27 +175,70 @@ def test_missing_tensor(tmp_path: Path) -> None:
         load(path)
 
 
-def test_rope_factors_are_not_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling(tmp_path: Path, kind: str) -> None:
+    """The same as the folder that says so in config.json."""
+    original = {"original_max_position_embeddings": 16} if kind == "yarn" else {}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0, **original}
+    hf = tiny_model("llama", rope_parameters=rope)
+    prefix = "llama.rope.scaling."
+    metadata = {prefix + "type": kind, prefix + "factor": 4.0}
+    if original:
+        metadata[prefix + "original_context_length"] = 16
+    from_folder = load(save(hf, tmp_path / "hf"))
+    from_gguf = load(write_gguf(tmp_path / "m.gguf", hf, metadata=metadata))
+    assert from_gguf.config.rope_scaling == from_folder.config.rope_scaling
+    ids = [[1, *range(20, 60)]]
+    a, b = (paged_logits(m.decoder, ids, 64)[0] for m in (from_folder, from_gguf))
+    assert torch.equal(a, b)
+
+
+def test_rope_factors(tmp_path: Path) -> None:
     """Llama 3.1 files carry their rope scaling as a tensor."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 100.0}
+    rope |= {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    hf = tiny_model("llama", rope_parameters=rope)
+    plain = inverse_frequencies(100.0, 16)
+    factors = plain / hf.model.rotary_emb.inv_freq
+    assert factors.min() == 1.0 and factors.max() == 8.0 and len(factors.unique()) > 2
+    tensors = {"rope_freqs.weight": factors.numpy()}
+    loaded = load(write_gguf(tmp_path / "m.gguf", hf, more_tensors=tensors))
+    scaling = loaded.config.rope_scaling
+    torch.testing.assert_close(
+        inverse_frequencies(100.0, 16, scaling), hf.model.rotary_emb.inv_freq, rtol=2**-22, atol=0
+    )
+    # The table is made from them.
+    plain_table = load(write_gguf(tmp_path / "plain.gguf", hf)).decoder.cos_sin
+    assert torch.equal(loaded.decoder.cos_sin[:, 0], plain_table[:, 0])
+    assert not torch.equal(loaded.decoder.cos_sin[:, 7], plain_table[:, 7])
+
+
+@pytest.mark.parametrize(
+    ("factors", "metadata", "message"),
+    [
+        (np.ones(7, np.float32), {}, "8 frequency factors expected, got 7"),
+        (np.zeros(8, np.float32), {}, "frequency factors > 0 expected"),
+        (np.ones((2, 4), np.float32), {}, r"rope_freqs.weight: one dimension expected"),
+        (
+            np.ones(8, np.float32),
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+            "rope.scaling.type = 'linear' is not supported",
+        ),
+    ],
+)
+def test_bad_rope_factors(
+    tmp_path: Path, factors: Any, metadata: dict[str, Any], message: str
+) -> None:
     hf = tiny_model("llama")
-    state = {**hf.state_dict(), "model.norm.weight": hf.model.norm.weight.detach()}
-
-    class WithFactors:
-        config = hf.config
-
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            return state
-
-    original = dict(module._NAMES)
-    module._NAMES["rope_freqs.weight"] = "rope.factors.weight"
-    try:
-        state["rope.factors.weight"] = torch.ones(8)
-        path = write_gguf(tmp_path / "m.gguf", WithFactors())
-    finally:
-        module._NAMES.clear()
-        module._NAMES.update(original)
-    with pytest.raises(ValueError, match=r"rope scaling 'rope_freqs.weight' is not supported"):
+    tensors = {"rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "m.gguf", hf, metadata=metadata, more_tensors=tensors)
+    with pytest.raises(ValueError, match=message) as error:
         load(path)
+    assert "m.gguf" in str(error.value)
 
 
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_what_is_returned(folders: Path) -> None:
 def test_dtype(folders: Path) -> None:
     assert load(folders / "bf16").config.dtype is torch.bfloat16
     assert load(folders / "bf16").dtype is torch.float32  # the CPU's default
-    assert load(folders / "bf16", dtype="bfloat16").decoder.norm.dtype is torch.bfloat16
+    assert load(folders / "bf16", dtype="bfloat16").decoder.embed_tokens.dtype is torch.bfloat16
 
 
 def test_a_tied_head_may_be_there_twice_if_it_is_the_same(folders: Path, tmp_path: Path) -> None:
