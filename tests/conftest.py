@@ -18,6 +18,19 @@ class Backend:
     ops: ModuleType  # the Python wrappers
     library: Any  # torch's op namespace: overload packets, by name
 
+    @property
+    def reads_contents(self) -> bool:
+        """Whether indices and settings are checked: a GPU would have to wait to read them."""
+        return self.name == "cpu"
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, where sizes must be small."""
+        return self.name == "triton" and self.device == "cpu"
+
+
+INTERPRETED_CASES = 12  # of a test
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where op tests run: cpu or cuda")
@@ -34,6 +47,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         name = backend_name(metafunc.config.getoption("--device"))
         metafunc.parametrize("backend", [name], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Triton's interpreter is slow: it gets a sample of each test's cases, evenly spaced."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for group in cases.values():
+        step = max(1, -(-len(group) // INTERPRETED_CASES))
+        kept.update(group[::step])
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

@@ -226,8 +226,13 @@ def test_nan_is_seen_only_where_it_is_visible(backend: Backend, dtype: torch.dty
                 assert lse[0, :, 3].isnan().all()
             clean = [x.clone() for x in inputs]
             clean[which][0, 15:] = 0
-            expected, _ = backend.ops.flash_attention(*clean, **options)
-            assert_bit_equal(out[0, :3].clone(), expected[0, :3].clone())
+            if backend.name == "cpu":
+                expected, _ = backend.ops.flash_attention(*clean, **options)
+                assert_bit_equal(out[0, :3].clone(), expected[0, :3].clone())
+            else:  # which computes such a tile again, in smaller steps
+                wanted, _ = reference.flash_attention(*clean, **options)
+                plain, _ = reference.flash_attention(*clean, **options, dtype=dtype)
+                assert_accurate(out[0, :3], wanted[0, :3], plain[0, :3])
 
 
 def test_nan_query_spoils_only_its_row(backend: Backend) -> None:
@@ -581,7 +586,7 @@ def test_ragged_rows_do_not_depend_on_the_batch(backend: Backend, dtype: torch.d
 def test_senseless_cu_seqlens_are_refused(
     backend: Backend, cu_q: list[int], cu_k: list[int], name: str
 ) -> None:
-    if backend.device != "cpu":
+    if not backend.reads_contents:
         pytest.skip("lengths are read on the device, unchecked")
     args, _ = ragged(torch.float32, [13], [20], "cpu")
     args[3:] = [torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k)]
@@ -591,7 +596,7 @@ def test_senseless_cu_seqlens_are_refused(
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 def test_lengths_above_the_declared_maximum_are_refused(backend: Backend, name: str) -> None:
-    if backend.device != "cpu":
+    if not backend.reads_contents:
         pytest.skip("lengths are read on the device, unchecked")
     args, maxima = ragged(torch.float32, [4, 9], [11, 20], "cpu")
     for wrong in (maxima[name] - 1, -1):

@@ -94,7 +94,7 @@ def test_one_part_remains_unchanged_beside_empty_ones(
 
 def test_empty_rows_differ_by_head_and_token(backend: Backend) -> None:
     outs, lses = states(backend, torch.float32, 4, 33, 5, 24)
-    lses.masked_fill_(torch.rand(lses.shape) < 0.6, -math.inf)
+    lses.masked_fill_(torch.rand(lses.shape, device=lses.device) < 0.6, -math.inf)
     lses[:, 2, 7] = -math.inf
     outs.masked_fill_((lses == -math.inf).transpose(1, 2).unsqueeze(-1), math.nan)
     check(backend.ops.merge_attention_states(outs, lses), outs, lses)

@@ -100,7 +100,7 @@ STALE: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", STALE)
 def test_a_plan_for_another_problem_is_refused(backend: Backend, case: str) -> None:
-    if backend.device != "cpu":
+    if not backend.reads_contents:
         pytest.skip("the plan is read on the device, unchecked")
     args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
     tensors, sizes = plan_arguments(args, maxima)
@@ -125,7 +125,10 @@ def test_a_plan_for_another_problem_is_refused(backend: Backend, case: str) -> N
 def test_something_that_is_no_plan_is_refused(backend: Backend, spoil: Any) -> None:
     args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
     tensors, sizes = plan_arguments(args, maxima)
-    plan = spoil(backend.ops.plan_attention(*tensors, **sizes))
+    made = backend.ops.plan_attention(*tensors, **sizes)
+    plan = spoil(made)
+    if (plan.shape, plan.dtype) == (made.shape, made.dtype) and not backend.reads_contents:
+        pytest.skip("the plan is read on the device, unchecked")
     with pytest.raises(ValueError, match=r"paged_attention.*plan"):
         backend.ops.paged_attention(*args, **maxima, plan=plan)
 

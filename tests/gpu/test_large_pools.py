@@ -1,0 +1,88 @@
+"""Offsets past 2^31 elements: pages at the end of a large pool, far rows (R04, R05, R06)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastinfer.ops as ops
+from tests.helpers import assert_bit_equal
+
+BF16 = torch.bfloat16
+HEADS, BLOCK, DIM = 8, 16, 128
+BLOCKS = 2**31 // (HEADS * BLOCK * DIM) + 64  # the last 64 lie past 2^31 elements
+
+
+def pool(dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.empty(BLOCKS, HEADS, BLOCK, DIM, device="cuda", dtype=torch.int8
+                      if dtype != BF16 else BF16)  # fmt: skip
+    return raw.view(dtype)
+
+
+@pytest.mark.parametrize("stored", [BF16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_the_last_pages_equal_the_first(stored: torch.dtype, tokens: int) -> None:
+    """The same request in block 0 .. and in the last blocks: append, then attend."""
+    length = 300
+    k, v = (torch.randn(length, HEADS, DIM, device="cuda", dtype=BF16) for _ in range(2))
+    q = torch.randn(tokens, 32, DIM, device="cuda", dtype=BF16)
+    caches = pool(stored), pool(stored)
+    scales = {}
+    if stored != BF16:
+        for name in ("k_scale", "v_scale"):
+            scales[name] = torch.empty(BLOCKS, HEADS, BLOCK, device="cuda")
+    results = []
+    count = -(-length // BLOCK)
+    for first in (0, BLOCKS - count):
+        blocks = torch.arange(first, first + count, device="cuda", dtype=torch.int32)
+        slots = first * BLOCK + torch.arange(length, device="cuda")
+        ops.append_paged_kv_cache_(k, v, *caches, slots, **scales)
+        results.append(
+            ops.paged_attention(
+                q,
+                *caches,
+                blocks[None],
+                torch.tensor([0, tokens], device="cuda", dtype=torch.int32),
+                torch.tensor([length], device="cuda", dtype=torch.int32),
+                max_seqlen_q=tokens,
+                max_seqlen_k=length,
+                **scales,
+            )
+        )
+    assert_bit_equal(results[1][0], results[0][0])
+    assert_bit_equal(results[1][1], results[0][1])
+    assert results[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "silu_and_mul", "gelu_and_mul"])
+def test_rows_past_2_31_elements(op: str) -> None:
+    rows, hidden = 2**23 + 16, 256
+    x = torch.zeros(rows, hidden, device="cuda", dtype=BF16)
+    x[-2:] = torch.randn(2, hidden, device="cuda", dtype=BF16)
+    more = [torch.randn(hidden, device="cuda", dtype=BF16)] if "norm" in op else []
+    out = getattr(ops, op)(x, *more)
+    assert_bit_equal(out[-2:], getattr(ops, op)(x[-2:].clone(), *more))
+    assert not out[:-2].any()
+
+
+def test_rotary_past_2_31_elements() -> None:
+    tokens, heads, dim = 2**20 + 8, 16, 128
+    table = ops.rotary_cos_sin(1.0 / 10000 ** (torch.arange(0, dim, 2) / dim), 64).cuda()
+    q = torch.zeros(tokens, heads, dim, device="cuda", dtype=BF16)
+    q[-4:] = torch.randn(4, heads, dim, device="cuda", dtype=BF16)
+    positions = torch.arange(tokens, device="cuda") % 64
+    small = q[-4:].clone()
+    ops.rotary_embedding_(q, None, positions, table)
+    ops.rotary_embedding_(small, None, positions[-4:].clone(), table)
+    assert_bit_equal(q[-4:], small)
+    assert not q[:-4].any()
+
+
+def test_logits_past_2_31_elements() -> None:
+    rows, vocab = 17_000, 128_256
+    logits = torch.zeros(rows, vocab, device="cuda", dtype=BF16)
+    logits[-1, 777] = 3.0
+    logits[0, 5] = 1.0
+    token_ids, valid = ops.sample(logits)
+    assert valid.all()
+    assert token_ids[-1] == 777 and token_ids[0] == 5 and not token_ids[1:-1].any()
