@@ -24,7 +24,7 @@ def sdpa(q, k, v, causal):
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flash_attention_causal(record, suite, dtype, heads, length):
+def test_flash_attention_causal(record, suite, cpu, dtype, heads, length):
     h, hk, d = HEADS[heads]
 
     def make():
@@ -45,7 +45,7 @@ def test_flash_attention_causal(record, suite, dtype, heads, length):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flash_attention_varlen(record, suite, dtype, heads):
+def test_flash_attention_varlen(record, suite, cpu, dtype, heads):
     h, hk, d = HEADS[heads]
     lengths = [17, 200, 64, 511]
     cu = (
@@ -77,7 +77,7 @@ def test_flash_attention_varlen(record, suite, dtype, heads):
 
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8kv", "fp8kv"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1024), (8, 1024), (8, 8192)])
-def test_paged_attention_decode(record, suite, kv, batch, length):
+def test_paged_attention_decode(record, suite, cpu, kv, batch, length):
     """One query token a sequence. The peer reads contiguous 16- or 32-bit keys and values: it has
     no pages.
     """
@@ -124,6 +124,106 @@ def test_paged_attention_decode(record, suite, kv, batch, length):
             bytes_moved=2 * batch * length * hk * d * storage.itemsize,
         )
     )
+
+
+# ---- sizes for a GPU
+
+
+def cudnn(q, k, v, causal):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q, k, v, causal)
+
+
+PREFILL = [
+    (16, 1024, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 32, 128),
+    (4, 4096, 32, 8, 64), (4, 4096, 16, 8, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("batch", "length", "h", "hk", "d"), PREFILL)
+def test_prefill_on_a_gpu(record, gpu, batch, length, h, hk, d, causal):
+    def make():
+        return tuple(
+            torch.randn(batch, length, n, d, device="cuda", dtype=torch.bfloat16)
+            for n in (h, hk, hk)
+        )
+
+    record(
+        Case(
+            name=f"flash_attention/bf16/d{d}/{batch}x{length}/{'causal' if causal else 'full'}"
+            f"/h{h}-{hk}",
+            make=make,
+            run=lambda q, k, v: ops.flash_attention(q, k, v, causal=causal),
+            peers={"cudnn": lambda q, k, v: cudnn(q, k, v, causal)},
+            flops=4 * batch * length * length * h * d // (2 if causal else 1),
+        )
+    )
+
+
+DECODE = [
+    ("bf16", 64, 8192, 16, 1), ("bf16", 64, 8192, 128, 1), ("bf16", 256, 1024, 16, 1),
+    ("bf16", 1, 131072, 16, 1), ("bf16", 16, 1024, 16, 1), ("bf16", 64, 8192, 16, 8),
+    ("bf16", 64, 8192, 16, 16), ("int8kv", 64, 8192, 16, 1), ("fp8kv", 64, 8192, 16, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv", "batch", "length", "block", "queries"), DECODE)
+def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
+    """With the plan made before, as for all layers of a step."""
+    h, hk, d = 32, 8, 128
+    storage = {"int8kv": torch.int8, "fp8kv": torch.float8_e4m3fn}.get(kv, torch.bfloat16)
+    blocks = batch * length // block
+    cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * queries
+    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    plan = ops.plan_attention(
+        cu,
+        lens,
+        total_q=batch * queries,
+        num_heads=h,
+        num_kv_heads=hk,
+        max_seqlen_q=queries,
+        max_seqlen_k=length,
+    )
+
+    def make():
+        shape = (blocks, hk, block, d)
+        pages = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        scales = [None, None]
+        if kv.endswith("kv"):
+            scales = [torch.ones(shape[:3], device="cuda") for _ in range(2)]
+        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(batch, -1)
+        q = torch.randn(batch * queries, h, d, device="cuda", dtype=torch.bfloat16)
+        return q, *(p.to(storage) for p in pages), table, *scales
+
+    def run(q, k_cache, v_cache, table, k_scale, v_scale):
+        return ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            table,
+            cu,
+            lens,
+            max_seqlen_q=queries,
+            max_seqlen_k=length,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            plan=plan,
+        )
+
+    record(
+        Case(
+            name=f"paged_attention/{kv}/{batch}x{length}/b{block}/q{queries}",
+            make=make,
+            run=run,
+            bytes_moved=2 * batch * length * hk * (d * storage.itemsize + 4 * kv.endswith("kv")),
+        )
+    )
+
+
+# ---- both
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

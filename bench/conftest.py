@@ -43,3 +43,17 @@ def record(suite: Suite, benchmark: Any) -> Callable[[Case], dict[str, Any]]:
         return row
 
     return run
+
+
+@pytest.fixture
+def cpu(suite: Suite) -> None:
+    """For cases whose sizes are a CPU's."""
+    if suite.device.type != "cpu":
+        pytest.skip("sizes for a CPU")
+
+
+@pytest.fixture
+def gpu(suite: Suite) -> None:
+    """For cases whose sizes are a GPU's."""
+    if suite.device.type != "cuda":
+        pytest.skip("sizes for a GPU")

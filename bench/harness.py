@@ -4,7 +4,8 @@ Every candidate of a case (ours and its peers) runs in this process on the same 
 interleaved, so that a machine that drifts or is shared drifts for all of them; inputs rotate
 through enough copies that none is found in the last-level cache; the median over rounds is reported
 with its interquartile range. A ratio is peer time over ours: above 1 we are faster, and within 2 %
-is a tie.
+is a tie. On a GPU the device is timed (calls are captured in a CUDA graph), and what a call costs
+the host is measured apart.
 """
 
 from __future__ import annotations
@@ -81,6 +82,35 @@ def _once(
     return (time.perf_counter() - start) / calls
 
 
+def captured(run: Run, inputs: list[tuple[Any, ...]], calls: int) -> Run | None:
+    """A CUDA graph of `calls` calls, so that the device is timed and not the launches; None where
+    the run cannot be captured (it waits for the device, say).
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                run(*inputs[i % len(inputs)])
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return lambda *_: graph.replay()
+
+
+def host_microseconds(run: Run, inputs: list[tuple[Any, ...]], calls: int = 30) -> float:
+    """What a call costs the host, in microseconds: the device is kept busy meanwhile."""
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        start = time.perf_counter()
+        for i in range(calls):
+            run(*inputs[i % len(inputs)])
+        best = min(best, (time.perf_counter() - start) / calls)
+        torch.cuda.synchronize()
+    return best * 1e6
+
+
 def time_interleaved(
     runs: dict[str, Run],
     inputs: list[tuple[Any, ...]],
@@ -91,17 +121,25 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Median and interquartile range of each run, in microseconds a call."""
     calls: dict[str, int] = {}
-    for name, run in runs.items():
+    scale = dict.fromkeys(runs, 1)  # calls inside one call of a run
+    runs = dict(runs)
+    for name, run in list(runs.items()):
         _once(run, inputs, 0, 2, device)  # warm-up: compilation, allocation, thread pools
         seconds = _once(run, inputs, 0, 2, device)
         calls[name] = max(1, min(1000, int(round_seconds / max(seconds, 1e-7))))
+        if device.type == "cuda":
+            count = max(len(inputs), min(calls[name], 100))
+            graph = captured(run, inputs, count)
+            if graph is not None:
+                runs[name], scale[name], calls[name] = graph, count, 1
     samples: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()
     try:
         for index in range(rounds):
             for name, run in runs.items():
-                samples[name].append(_once(run, inputs, index, calls[name], device) * 1e6)
+                us = _once(run, inputs, index, calls[name], device) * 1e6 / scale[name]
+                samples[name].append(us)
     finally:
         gc.enable()
     result = {}
@@ -182,14 +220,20 @@ class Suite:
         first = case.make()
         copies = 1 + min(31, 2 * cache_bytes(self.device) // max(1, _tensor_bytes(first)))
         inputs = [first, *(case.make() for _ in range(copies - 1))]
+        runs = {"fastinfer": case.run, **case.peers}
         with torch.inference_mode():
-            times = time_interleaved({"fastinfer": case.run, **case.peers}, inputs, self.device)
+            times = time_interleaved(runs, inputs, self.device)
+            host = {}
+            if self.device.type == "cuda":
+                host = {
+                    name: round(host_microseconds(run, inputs), 1) for name, run in runs.items()
+                }
         ours = times["fastinfer"]
         tbps = case.bytes_moved / ours.us / 1e6 if case.bytes_moved else None
         tflops = case.flops / ours.us / 1e6 if case.flops else None
         row = {
             "name": case.name,
-            "backend": self.device.type,
+            "backend": self._backend(case.name.partition("/")[0]),
             "us": round(ours.us, 2),
             "us_iqr": round(ours.us_iqr, 2),
             "tflops": tflops and round(tflops, 4),
@@ -201,9 +245,16 @@ class Suite:
                 if name != "fastinfer"
             },
         }
+        if host:
+            row["host_us"] = host
         self.record["results"].append(row)
         self.write()
         return row
+
+    def _backend(self, op: str) -> str:
+        from fastinfer.ops import backends
+
+        return backends(self.device).get(op, (self.device.type, ""))[0]
 
     def _share(self, tbps: float | None, tflops: float | None) -> float | None:
         shares = [tbps / self.record["ceilings"]["copy_tbps"]] if tbps else []

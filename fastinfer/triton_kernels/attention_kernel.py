@@ -55,7 +55,7 @@ def _decode(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where(magnitude == 0x7F, float("nan"), value).to(dtype)
     else:
-        return x.to(dtype)
+        return x.to(tl.float32).to(dtype)
 
 
 @triton.jit
