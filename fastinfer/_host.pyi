@@ -62,6 +62,15 @@ class BlockManager:
     def append(self, seq_id: int, token: int) -> None:
         """Adds one token at the end. It needs no block until it is to be computed (`reserve`)."""
 
+    def set_sampling(
+        self, seq_id: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+    ) -> None:
+        """How the sequence's tokens are drawn (at first: temperature 0), for `pack` to write.
+
+        temperature >= 0, top_p > 0, min_p in [0, 1]; what float32 would round to infinity or to
+        zero becomes the nearest number that is neither. top_k <= 0: off.
+        """
+
     def match_prefix(self, seq_id: int) -> int:
         """Takes the longest known prefix from the cache; returns how many tokens it covers.
 
@@ -82,6 +91,14 @@ class BlockManager:
         Blocks that are full thereby become findable by `match_prefix`. `num_computed` never
         decreases, and exceeds neither the tokens known nor those the block table covers.
         """
+
+    def reserve_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
+        """`reserve` for one sequence after the other, until one fails; returns how many got theirs."""
+
+    def record(
+        self, seq_ids: Sequence[int], num_computed: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """`commit`, then `append` (tokens >= 0 only), for many sequences, each of them once."""
 
     def release(self, seq_id: int) -> None:
         """Gives all blocks back and keeps the tokens, of which none is computed any more."""
@@ -105,12 +122,16 @@ class BlockManager:
         starts: Sequence[int],
         counts: Sequence[int],
         num_logits: Sequence[int],
-    ) -> None:
+        padding: Sequence[int] = (),
+    ) -> int:
         """Writes the arrays of a step into `buffer` (see `StepLayout` for where and what).
 
         Sequence `seq_ids[i]` takes part with its tokens `starts[i] .. starts[i] + counts[i] - 1`
         and wants logits for the last `num_logits[i]` (0..counts[i]) of them. counts[i] >= 1; the
-        tokens must be known and their blocks reserved; an id occurs once.
+        tokens must be known and their blocks reserved; an id occurs once. With `padding`,
+        `padding[i]` tokens of id 0 follow at the next positions, for which blocks must be reserved;
+        counts[i] may then be 0. Returns which sampling parameters make a difference in this step:
+        the sum of 1 (a temperature above 0) and, in such rows, 2 (top_k), 4 (top_p), 8 (min_p).
 
         buffer: writable, C-contiguous, at least `layout.nbytes` bytes, 8-byte aligned: a numpy
         array, or `tensor.numpy()` of a (pinned) CPU tensor. Everything is checked before the first
@@ -138,16 +159,24 @@ class StepLayout:
     positions           int64    [T]         position of each token in its sequence
     slot_mapping        int64    [T]         block * block_size + offset of each token
     logits_indices      int64    [R]         rows (0..T-1) whose logits are wanted, ascending
+    seeds               int64    [R]         see `set_sampling`
+    draw_positions      int64    [R]         position of the token that the row of logits gives
+    temperature         float32  [R]
+    top_p               float32  [R]
+    min_p               float32  [R]
+    top_k               int32    [R]         0: off
     cu_seqlens_q        int32    [B + 1]     first row of each sequence; the last entry is the end
-    seq_lens            int32    [B]         starts[i] + counts[i]
+    seq_lens            int32    [B]         starts[i] + counts[i] + padding[i]
     block_table         int32    [B, M]      row-major; row i covers seq_lens[i] tokens
     ==================  =======  ==========  ====================================================
 
     They lie in this order and fill `nbytes` bytes (a multiple of 64). A layout may be larger than
-    the step packed into it (captured graphs run at fixed sizes). The rest is then padding:
-    input_ids 0, positions 0, slot_mapping -1 (no slot), logits_indices 0, cu_seqlens_q the number
-    of real rows (so padding sequences are empty), seq_lens 0. Entries of block_table beyond a
-    sequence's last block, and padding rows of it, are not written: they hold what was there before.
+    the step packed into it (captured graphs run at fixed sizes). The rest is then filler: tokens
+    with input_ids 0, positions 0 and slot_mapping -1 (no slot); sequences with seq_lens 0, so that
+    their tokens see nothing, of which each takes one of the filler tokens and the last one all that
+    remain (where there are such tokens there must be such a sequence); logits_indices 0,
+    temperature 0, and the other parameters off. Entries of block_table beyond a sequence's last
+    block, and filler rows of it, are not written: they hold what was there before.
     """
 
     @property
@@ -166,6 +195,18 @@ class StepLayout:
     def slot_mapping(self) -> int: ...
     @property
     def logits_indices(self) -> int: ...
+    @property
+    def seeds(self) -> int: ...
+    @property
+    def draw_positions(self) -> int: ...
+    @property
+    def temperature(self) -> int: ...
+    @property
+    def top_p(self) -> int: ...
+    @property
+    def min_p(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
     @property
     def cu_seqlens_q(self) -> int: ...
     @property

@@ -35,11 +35,26 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return a / b + (a % b != 0);
 }
 
+void check_length(const char* op, const char* argument, size_t size, size_t expected) {
+  if (size != expected) {
+    refuse(op, argument, "one entry for each of the " + std::to_string(expected) + " seq_ids",
+           static_cast<long long>(size));
+  }
+}
+
 [[noreturn]] void broken(const std::string& what) {
   throw std::runtime_error("BlockManager.check_integrity: " + what);
 }
 
 }  // namespace
+
+void check_distinct(const char* op, std::span<const int64_t> seq_ids) {
+  std::vector<int64_t> sorted(seq_ids.begin(), seq_ids.end());
+  std::sort(sorted.begin(), sorted.end());
+  if (auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
+    refuse(op, "seq_ids", "each sequence once", std::to_string(*twice) + " twice");
+  }
+}
 
 BlockManager::BlockManager(int64_t num_blocks, int64_t block_size, bool enable_prefix_caching,
                            int hash_bits)
@@ -91,6 +106,25 @@ void BlockManager::append(int64_t seq_id, int64_t token) {
   seq.tokens.push_back(token);
 }
 
+void BlockManager::set_sampling(int64_t seq_id, double temperature, int64_t top_k, double top_p,
+                                double min_p, int64_t seed) {
+  const char* const op = "BlockManager.set_sampling";
+  Sequence& seq = sequence(seq_id, op);
+  if (!(temperature >= 0.0)) {
+    refuse(op, "temperature", ">= 0", std::to_string(temperature));
+  }
+  if (!(top_p > 0.0)) refuse(op, "top_p", "> 0", std::to_string(top_p));
+  if (!(min_p >= 0.0 && min_p <= 1.0)) refuse(op, "min_p", "in [0, 1]", std::to_string(min_p));
+  // What float rounds to infinity or to zero is still a temperature and a top_p.
+  using Float = std::numeric_limits<float>;
+  constexpr int64_t kMaxTopK = std::numeric_limits<int32_t>::max();
+  seq.sampling = {.temperature = static_cast<float>(std::min<double>(temperature, Float::max())),
+                  .top_p = std::max(static_cast<float>(std::min(top_p, 1.0)), Float::min()),
+                  .min_p = static_cast<float>(min_p),
+                  .top_k = static_cast<int32_t>(std::clamp<int64_t>(top_k, 0, kMaxTopK)),
+                  .seed = seed};
+}
+
 int64_t BlockManager::match_prefix(int64_t seq_id) {
   const char* const op = "BlockManager.match_prefix";
   Sequence& seq = sequence(seq_id, op);
@@ -123,7 +157,25 @@ bool BlockManager::reserve(int64_t seq_id, int64_t num_tokens) {
   const char* const op = "BlockManager.reserve";
   Sequence& seq = sequence(seq_id, op);
   if (num_tokens < 0) refuse(op, "num_tokens", ">= 0", num_tokens);
+  return reserve(seq, num_tokens);
+}
 
+int64_t BlockManager::reserve_each(std::span<const int64_t> seq_ids,
+                                   std::span<const int64_t> num_tokens) {
+  const char* const op = "BlockManager.reserve_each";
+  check_length(op, "num_tokens", num_tokens.size(), seq_ids.size());
+  std::vector<Sequence*> sequences;
+  sequences.reserve(seq_ids.size());
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    sequences.push_back(&sequence(seq_ids[i], op));
+    if (num_tokens[i] < 0) refuse(op, "num_tokens", ">= 0", num_tokens[i]);
+  }
+  size_t done = 0;
+  while (done < sequences.size() && reserve(*sequences[done], num_tokens[done])) ++done;
+  return static_cast<int64_t>(done);
+}
+
+bool BlockManager::reserve(Sequence& seq, int64_t num_tokens) {
   const int64_t wanted = ceil_div(num_tokens, block_size_);
   const int64_t missing = wanted - static_cast<int64_t>(seq.blocks.size());
   if (missing <= 0) return true;
@@ -148,6 +200,29 @@ bool BlockManager::reserve(int64_t seq_id, int64_t num_tokens) {
 void BlockManager::commit(int64_t seq_id, int64_t num_computed) {
   const char* const op = "BlockManager.commit";
   Sequence& seq = sequence(seq_id, op);
+  check_computed(op, seq, num_computed);
+  commit(seq, num_computed);
+}
+
+void BlockManager::record(std::span<const int64_t> seq_ids, std::span<const int64_t> num_computed,
+                          std::span<const int64_t> tokens) {
+  const char* const op = "BlockManager.record";
+  check_length(op, "num_computed", num_computed.size(), seq_ids.size());
+  check_length(op, "tokens", tokens.size(), seq_ids.size());
+  std::vector<Sequence*> sequences;
+  sequences.reserve(seq_ids.size());
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    sequences.push_back(&sequence(seq_ids[i], op));
+    check_computed(op, *sequences.back(), num_computed[i]);
+  }
+  check_distinct(op, seq_ids);
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    commit(*sequences[i], num_computed[i]);
+    if (tokens[i] >= 0) sequences[i]->tokens.push_back(tokens[i]);
+  }
+}
+
+void BlockManager::check_computed(const char* op, const Sequence& seq, int64_t num_computed) const {
   const int64_t limit = std::min(static_cast<int64_t>(seq.tokens.size()),
                                  static_cast<int64_t>(seq.blocks.size()) * block_size_);
   if (num_computed < seq.num_computed || num_computed > limit) {
@@ -156,6 +231,9 @@ void BlockManager::commit(int64_t seq_id, int64_t num_computed) {
                " (computed so far .. known tokens that have a slot)",
            num_computed);
   }
+}
+
+void BlockManager::commit(Sequence& seq, int64_t num_computed) {
   seq.num_computed = num_computed;
   if (!enable_prefix_caching_) return;
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,6 +23,15 @@
 
 namespace fastinfer {
 
+// How a sequence's tokens are drawn. Nothing here depends on it; pack() writes it beside the step.
+struct Sampling {
+  float temperature = 0.0f;
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+  int32_t top_k = 0;
+  int64_t seed = 0;
+};
+
 struct Sequence {
   std::vector<int64_t> tokens;
   std::vector<int32_t> blocks;  // the block table
@@ -30,7 +40,11 @@ struct Sequence {
   // the index gives to their content, and thus the parent of the next one.
   int64_t num_indexed = 0;
   uint64_t chain = PrefixIndex::kRoot;
+  Sampling sampling;
 };
+
+// Throws, naming the operation `op`, when an id occurs twice.
+void check_distinct(const char* op, std::span<const int64_t> seq_ids);
 
 class BlockManager {
  public:
@@ -47,9 +61,15 @@ class BlockManager {
 
   void add(int64_t seq_id, std::vector<int64_t> tokens);
   void append(int64_t seq_id, int64_t token);
+  void set_sampling(int64_t seq_id, double temperature, int64_t top_k, double top_p, double min_p,
+                    int64_t seed);
   int64_t match_prefix(int64_t seq_id);
   bool reserve(int64_t seq_id, int64_t num_tokens);
   void commit(int64_t seq_id, int64_t num_computed);
+  // The same for many sequences in one call; a step of hundreds would spend its time on calls.
+  int64_t reserve_each(std::span<const int64_t> seq_ids, std::span<const int64_t> num_tokens);
+  void record(std::span<const int64_t> seq_ids, std::span<const int64_t> num_computed,
+              std::span<const int64_t> tokens);
   void release(int64_t seq_id);
   void remove(int64_t seq_id);
 
@@ -65,6 +85,9 @@ class BlockManager {
   friend struct IntegrityTest;  // breaks things, to see that check_integrity notices
 
   Sequence& sequence(int64_t seq_id, const char* op);
+  bool reserve(Sequence& sequence, int64_t num_tokens);
+  void check_computed(const char* op, const Sequence& sequence, int64_t num_computed) const;
+  void commit(Sequence& sequence, int64_t num_computed);
   void release_blocks(Sequence& sequence);
   void check_sequence(int64_t seq_id, const Sequence& sequence) const;
 

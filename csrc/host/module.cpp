@@ -82,15 +82,24 @@ std::byte* checked_buffer(const py::buffer_info& info, int64_t nbytes) {
   return static_cast<std::byte*>(info.ptr);
 }
 
-void pack(SharedManager& self, const py::buffer& buffer, const StepLayout& layout,
-          const Ids& seq_ids, const Ids& starts, const Ids& counts, const Ids& num_logits) {
+int64_t reserve_each(SharedManager& self, const Ids& seq_ids, const Ids& num_tokens) {
+  return self.with([&](BlockManager& m) { return m.reserve_each(seq_ids, num_tokens); });
+}
+
+void record(SharedManager& self, const Ids& seq_ids, const Ids& num_computed, const Ids& tokens) {
+  self.with([&](BlockManager& m) { m.record(seq_ids, num_computed, tokens); });
+}
+
+int pack(SharedManager& self, const py::buffer& buffer, const StepLayout& layout,
+         const Ids& seq_ids, const Ids& starts, const Ids& counts, const Ids& num_logits,
+         const Ids& padding) {
   const py::buffer_info info = buffer.request(/*writable=*/true);
   std::byte* const memory = checked_buffer(info, layout.nbytes);
   py::gil_scoped_release no_gil;
-  self.with([&](const BlockManager& m) {
-    const std::vector<StepPart> parts = step_parts(m, seq_ids, starts, counts, num_logits);
+  return self.with([&](const BlockManager& m) {
+    const std::vector<StepPart> parts = step_parts(m, seq_ids, starts, counts, num_logits, padding);
     check_fits(layout, parts, m.block_size());
-    fill_step(memory, layout, parts, m.block_size());
+    return fill_step(memory, layout, parts, m.block_size());
   });
 }
 
@@ -111,6 +120,12 @@ PYBIND11_MODULE(_host, m) {
       .def_readonly("positions", &StepLayout::positions)
       .def_readonly("slot_mapping", &StepLayout::slot_mapping)
       .def_readonly("logits_indices", &StepLayout::logits_indices)
+      .def_readonly("seeds", &StepLayout::seeds)
+      .def_readonly("draw_positions", &StepLayout::draw_positions)
+      .def_readonly("temperature", &StepLayout::temperature)
+      .def_readonly("top_p", &StepLayout::top_p)
+      .def_readonly("min_p", &StepLayout::min_p)
+      .def_readonly("top_k", &StepLayout::top_k)
       .def_readonly("cu_seqlens_q", &StepLayout::cu_seqlens_q)
       .def_readonly("seq_lens", &StepLayout::seq_lens)
       .def_readonly("block_table", &StepLayout::block_table)
@@ -130,9 +145,15 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("num_sequences", locked(&BlockManager::num_sequences))
       .def("add", locked(&BlockManager::add), "seq_id"_a, "tokens"_a)
       .def("append", locked(&BlockManager::append), "seq_id"_a, "token"_a)
+      .def("set_sampling", locked(&BlockManager::set_sampling), "seq_id"_a, "temperature"_a,
+           "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a)
       .def("match_prefix", locked(&BlockManager::match_prefix), "seq_id"_a)
-      .def("reserve", locked(&BlockManager::reserve), "seq_id"_a, "num_tokens"_a)
-      .def("commit", locked(&BlockManager::commit), "seq_id"_a, "num_computed"_a)
+      .def("reserve", locked<bool, int64_t, int64_t>(&BlockManager::reserve), "seq_id"_a,
+           "num_tokens"_a)
+      .def("reserve_each", &reserve_each, "seq_ids"_a, "num_tokens"_a)
+      .def("record", &record, "seq_ids"_a, "num_computed"_a, "tokens"_a)
+      .def("commit", locked<void, int64_t, int64_t>(&BlockManager::commit), "seq_id"_a,
+           "num_computed"_a)
       .def("release", locked(&BlockManager::release), "seq_id"_a)
       .def("remove", locked(&BlockManager::remove), "seq_id"_a)
       .def("contains", locked(&BlockManager::contains), "seq_id"_a)
@@ -151,6 +172,6 @@ PYBIND11_MODULE(_host, m) {
            "seq_id"_a)
       .def("ref_count", locked(&BlockManager::ref_count), "block"_a)
       .def("pack", &pack, "buffer"_a, "layout"_a, "seq_ids"_a, "starts"_a, "counts"_a,
-           "num_logits"_a)
+           "num_logits"_a, "padding"_a = Ids())
       .def("check_integrity", locked(&BlockManager::check_integrity));
 }

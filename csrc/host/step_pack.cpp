@@ -34,7 +34,7 @@ void check_capacity(const std::string& what, int64_t capacity, int64_t needed) {
 }
 
 int64_t num_blocks(const StepPart& part, int64_t block_size) {
-  return (part.start + part.count + block_size - 1) / block_size;
+  return (part.end() + block_size - 1) / block_size;
 }
 
 }  // namespace
@@ -65,6 +65,11 @@ StepLayout step_layout(int64_t num_tokens, int64_t num_seqs, int64_t max_blocks,
   place(layout.positions, num_tokens * kInt64);
   place(layout.slot_mapping, num_tokens * kInt64);
   place(layout.logits_indices, num_logits * kInt64);
+  place(layout.seeds, num_logits * kInt64);
+  place(layout.draw_positions, num_logits * kInt64);
+  for (int64_t* field : {&layout.temperature, &layout.top_p, &layout.min_p, &layout.top_k}) {
+    place(*field, num_logits * kInt32);
+  }
   place(layout.cu_seqlens_q, (num_seqs + 1) * kInt32);
   place(layout.seq_lens, num_seqs * kInt32);
   if (max_blocks > 0 && num_seqs > std::numeric_limits<int64_t>::max() / kInt32 / max_blocks) {
@@ -77,10 +82,12 @@ StepLayout step_layout(int64_t num_tokens, int64_t num_seqs, int64_t max_blocks,
 
 std::vector<StepPart> step_parts(const BlockManager& manager, std::span<const int64_t> seq_ids,
                                  std::span<const int64_t> starts, std::span<const int64_t> counts,
-                                 std::span<const int64_t> num_logits) {
+                                 std::span<const int64_t> num_logits,
+                                 std::span<const int64_t> padding) {
   check_length("starts", starts.size(), seq_ids.size());
   check_length("counts", counts.size(), seq_ids.size());
   check_length("num_logits", num_logits.size(), seq_ids.size());
+  if (!padding.empty()) check_length("padding", padding.size(), seq_ids.size());
 
   std::vector<StepPart> parts(seq_ids.size());
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -88,16 +95,23 @@ std::vector<StepPart> step_parts(const BlockManager& manager, std::span<const in
     auto argument = [i](std::string name) {
       return name.append("[").append(std::to_string(i)).append("]");
     };
-    const int64_t known = std::min(static_cast<int64_t>(seq.tokens.size()),
-                                   static_cast<int64_t>(seq.blocks.size()) * manager.block_size());
+    const int64_t slots = static_cast<int64_t>(seq.blocks.size()) * manager.block_size();
+    const int64_t known = std::min(static_cast<int64_t>(seq.tokens.size()), slots);
+    const int64_t pads = padding.empty() ? 0 : padding[i];
     if (known == 0) {
       refuse(kPack, argument("seq_ids"), "a sequence with reserved blocks", seq_ids[i]);
     }
-    if (starts[i] < 0 || starts[i] >= known) {
+    if (pads < 0) refuse(kPack, argument("padding"), ">= 0", pads);
+    const bool only_padding = pads > 0 && counts[i] == 0;  // it may begin behind the known tokens
+    const int64_t starts_end = only_padding ? slots : known;
+    if (starts[i] < 0 || starts[i] >= starts_end) {
       refuse(kPack, argument("starts"),
-             "a token that is known and has a slot, 0.." + std::to_string(known - 1), starts[i]);
+             (only_padding ? "a token that has a slot, 0.."
+                           : "a token that is known and has a slot, 0..") +
+                 std::to_string(starts_end - 1),
+             starts[i]);
     }
-    if (counts[i] < 1 || counts[i] > known - starts[i]) {
+    if (!only_padding && (counts[i] < 1 || counts[i] > known - starts[i])) {
       refuse(kPack, argument("counts"),
              "1.." + std::to_string(known - starts[i]) + " (tokens that are known and have a slot)",
              counts[i]);
@@ -105,32 +119,34 @@ std::vector<StepPart> step_parts(const BlockManager& manager, std::span<const in
     if (num_logits[i] < 0 || num_logits[i] > counts[i]) {
       refuse(kPack, argument("num_logits"), "0.." + std::to_string(counts[i]), num_logits[i]);
     }
-    parts[i] = {&seq, starts[i], counts[i], num_logits[i]};
+    if (pads > slots - starts[i] - counts[i]) {
+      refuse(kPack, argument("padding"),
+             "tokens that have a slot, 0.." + std::to_string(slots - starts[i] - counts[i]), pads);
+    }
+    parts[i] = {&seq, starts[i], counts[i], num_logits[i], pads};
   }
 
-  std::vector<int64_t> sorted(seq_ids.begin(), seq_ids.end());
-  std::sort(sorted.begin(), sorted.end());
-  if (auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
-    refuse(kPack, "seq_ids", "each sequence once", std::to_string(*twice) + " twice");
-  }
+  check_distinct(kPack, seq_ids);
   return parts;
 }
 
 void check_fits(const StepLayout& layout, std::span<const StepPart> parts, int64_t block_size) {
   int64_t tokens = 0, logits = 0, blocks = 0;
   for (const StepPart& part : parts) {
-    tokens += part.count;
+    tokens += part.count + part.padding;
     logits += part.num_logits;
     blocks = std::max(blocks, num_blocks(part, block_size));
   }
-  check_capacity("num_seqs", layout.num_seqs, static_cast<int64_t>(parts.size()));
   check_capacity("num_tokens", layout.num_tokens, tokens);
+  // Tokens that fill up the step belong to a sequence too.
+  const int64_t filler = layout.num_tokens > tokens ? 1 : 0;
+  check_capacity("num_seqs", layout.num_seqs, static_cast<int64_t>(parts.size()) + filler);
   check_capacity("num_logits", layout.num_logits, logits);
   check_capacity("max_blocks", layout.max_blocks, blocks);
 }
 
-void fill_step(std::byte* buffer, const StepLayout& layout, std::span<const StepPart> parts,
-               int64_t block_size) {
+int fill_step(std::byte* buffer, const StepLayout& layout, std::span<const StepPart> parts,
+              int64_t block_size) {
   auto* input_ids = reinterpret_cast<int64_t*>(buffer + layout.input_ids);
   auto* positions = reinterpret_cast<int64_t*>(buffer + layout.positions);
   auto* slot_mapping = reinterpret_cast<int64_t*>(buffer + layout.slot_mapping);
@@ -139,19 +155,40 @@ void fill_step(std::byte* buffer, const StepLayout& layout, std::span<const Step
   auto* seq_lens = reinterpret_cast<int32_t*>(buffer + layout.seq_lens);
   auto* block_table = reinterpret_cast<int32_t*>(buffer + layout.block_table);
 
+  auto* seeds = reinterpret_cast<int64_t*>(buffer + layout.seeds);
+  auto* draw_positions = reinterpret_cast<int64_t*>(buffer + layout.draw_positions);
+  auto* temperature = reinterpret_cast<float*>(buffer + layout.temperature);
+  auto* top_p = reinterpret_cast<float*>(buffer + layout.top_p);
+  auto* min_p = reinterpret_cast<float*>(buffer + layout.min_p);
+  auto* top_k = reinterpret_cast<int32_t*>(buffer + layout.top_k);
+
   int64_t row = 0, logit = 0;
+  int use = 0;
+  auto put_sampling = [&](const Sampling& sampling, int64_t position) {
+    seeds[logit] = sampling.seed;
+    draw_positions[logit] = position;
+    temperature[logit] = sampling.temperature;
+    top_p[logit] = sampling.top_p;
+    min_p[logit] = sampling.min_p;
+    top_k[logit] = sampling.top_k;
+    if (sampling.temperature > 0) {
+      use |= kTemperature | (sampling.top_k > 0 ? kTopK : 0) | (sampling.top_p < 1 ? kTopP : 0) |
+             (sampling.min_p > 0 ? kMinP : 0);
+    }
+  };
   for (const StepPart& part : parts) {
     const int64_t* tokens = part.sequence->tokens.data();
     const int32_t* blocks = part.sequence->blocks.data();
-    const int64_t end = part.start + part.count;
+    const int64_t known_end = part.start + part.count, end = part.end();
 
     *cu_seqlens_q++ = static_cast<int32_t>(row);
     *seq_lens++ = static_cast<int32_t>(end);
     std::copy_n(blocks, num_blocks(part, block_size), block_table);
     block_table += layout.max_blocks;
 
-    std::copy(tokens + part.start, tokens + end, input_ids + row);
-    std::iota(positions + row, positions + row + part.count, part.start);
+    std::copy_n(tokens + part.start, part.count, input_ids + row);
+    std::fill_n(input_ids + row + part.count, part.padding, 0);
+    std::iota(positions + row, positions + row + part.count + part.padding, part.start);
     // Block by block, so that the division is outside the loop over tokens.
     for (int64_t at = part.start; at < end;) {
       const int64_t block = at / block_size;
@@ -161,18 +198,27 @@ void fill_step(std::byte* buffer, const StepLayout& layout, std::span<const Step
       row += stop - at;
       at = stop;
     }
-    std::iota(logits_indices + logit, logits_indices + logit + part.num_logits,
-              row - part.num_logits);
-    logit += part.num_logits;
+    // The token that a row of logits gives stands right behind the row's own.
+    for (int64_t left = part.num_logits; left > 0; --left, ++logit) {
+      logits_indices[logit] = row - part.padding - left;
+      put_sampling(part.sequence->sampling, known_end - left + 1);
+    }
   }
 
+  // Filler tokens have no slot and no keys: sequences of length 0 take one each, the last one the
+  // rest. So a step of single tokens stays one when it is filled up.
   const int64_t padding_seqs = layout.num_seqs - static_cast<int64_t>(parts.size());
-  std::fill_n(cu_seqlens_q, padding_seqs + 1, static_cast<int32_t>(row));
+  for (int64_t i = 0; i < padding_seqs; ++i) {
+    *cu_seqlens_q++ = static_cast<int32_t>(std::min(row + i, layout.num_tokens));
+  }
+  *cu_seqlens_q = static_cast<int32_t>(layout.num_tokens);
   std::fill_n(seq_lens, padding_seqs, 0);
   std::fill_n(input_ids + row, layout.num_tokens - row, 0);
   std::fill_n(positions + row, layout.num_tokens - row, 0);
   std::fill_n(slot_mapping + row, layout.num_tokens - row, -1);
   std::fill_n(logits_indices + logit, layout.num_logits - logit, 0);
+  for (; logit < layout.num_logits; ++logit) put_sampling(Sampling{}, 0);
+  return use;
 }
 
 }  // namespace fastinfer

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from fastinfer.engine.buffers import DeviceClock
 from fastinfer.engine.outputs import Call, Completion, RequestOutput
 from fastinfer.engine.request import Request
 from fastinfer.engine.runner import ModelRunner
@@ -17,6 +20,28 @@ from fastinfer.engine.scheduler import Scheduler
 from fastinfer.models.tokenizer import Tokenizer
 
 _NO_TOKEN = "the model's logits hold NaN, or no finite value, so no token can be drawn from them"
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine has done so far; the difference of two tells about the time between.
+
+    Attributes:
+        steps, tokens: steps that were run, and tokens that were sampled in them.
+        step_seconds: time in steps, of which
+        wait_seconds: the host did nothing but wait for the device. The rest is the host's own time.
+        device_seconds: the device was at work, or waited for a launch within a step.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        return self.step_seconds - self.wait_seconds
 
 
 class EngineCore:
@@ -34,6 +59,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
         seed: int,
+        clock: DeviceClock,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -44,6 +70,16 @@ class EngineCore:
         self._ids = itertools.count()
         self.running: dict[int, Completion] = {}
         self._lock = threading.RLock()
+        self._clock = clock
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._unseen = False  # tokens were recorded that nobody has looked at
+
+    @property
+    def stats(self) -> EngineStats:
+        clock = self._clock
+        return EngineStats(
+            self._steps, self._tokens, self._seconds, clock.wait_seconds, clock.busy_seconds
+        )
 
     def submit(
         self, call: Call, prompts: Sequence[tuple[str | None, list[int], SamplingParams]]
@@ -82,24 +118,33 @@ class EngineCore:
     def step(self) -> None:
         """Schedules, computes, samples, and passes on what came out."""
         with self._lock:
+            start = time.perf_counter()
             self._step()
+            self._seconds += time.perf_counter() - start
 
     def _step(self) -> None:
-        self._collect()
+        if self._unseen:
+            self._collect(list(self.running.values()))
         step = self._scheduler.schedule()
         if not step:
             return
-        logits = self._runner.run(step)
+        computed = self._runner.run(step)
         requests = [part.request for part in step if part.samples]
-        sampled = self._sampler(requests, logits)
+        sampled = self._sampler(requests, computed.logits, computed.sampling)
         for request, logprobs in zip(requests, sampled.logprobs, strict=True):
             if logprobs is not None:
                 request.logprobs[len(request.output_token_ids) :] = [logprobs]
+        self._unseen = True
         self._scheduler.update(step, sampled.token_ids)
-        for request, valid in zip(requests, sampled.valid, strict=True):
-            if not valid:
-                self._end(self.running[request.request_id], "error", _NO_TOKEN)
-        self._collect()
+        self._steps += 1
+        self._tokens += len(requests)
+        if not all(sampled.valid):
+            for request, valid in zip(requests, sampled.valid, strict=True):
+                if not valid:
+                    self._end(self.running[request.request_id], "error", _NO_TOKEN)
+        running = self.running
+        ids = [request.request_id for request in requests]
+        self._collect([running[i] for i in ids if i in running])
 
     def abort(self, which: Callable[[Completion], bool]) -> bool:
         """Ends the running completions that ``which`` chooses; False if there are none."""
@@ -109,9 +154,9 @@ class EngineCore:
                 self._end(completion, "abort")
         return bool(chosen)
 
-    def _collect(self) -> None:
-        """Looks at the tokens that requests have got, and ends those that are complete."""
-        for completion in list(self.running.values()):
+    def _collect(self, completions: Iterable[Completion]) -> None:
+        """Looks at the tokens that these have got, and ends those that are complete."""
+        for completion in completions:
             try:
                 completion.take()
             except Exception as error:  # such as the tokenizer's: it concerns this request alone
@@ -119,6 +164,7 @@ class EngineCore:
             else:
                 if completion.output.finish_reason is not None:
                     self._forget(completion)
+        self._unseen = False
 
     def _end(self, completion: Completion, reason: str, error: str | None = None) -> None:
         try:

@@ -10,6 +10,20 @@ _WINDOW_TOKENS = 8  # decode at least that many tokens before the window moves o
 _MAX_HELD_TOKENS = 32  # more without a whole character is no character: give it out as it is
 
 
+def decode_all(
+    decode: Callable[[list[int]], str], context: Sequence[int], tokens: Sequence[int]
+) -> str:
+    """The text that an `IncrementalDecoder` gives for all of these tokens, in one go."""
+    window = list(context[-_CONTEXT_TOKENS:])
+    sent = len(decode(window).rstrip(_REPLACEMENT)) if window else 0
+    text = decode(window + list(tokens))[sent:]
+    if _REPLACEMENT not in text:
+        return text
+    # Where bytes are no characters, the result may depend on where the window was cut.
+    decoder = IncrementalDecoder(decode, context)
+    return "".join([*map(decoder.push, tokens), decoder.flush()])
+
+
 class IncrementalDecoder:
     """Turns a growing list of tokens into text that never has to be taken back.
 

@@ -13,16 +13,22 @@ import torch
 from tqdm import tqdm
 
 from fastinfer import _host
-from fastinfer.engine.core import EngineCore
+from fastinfer.engine.buffers import DeviceClock, StepLimits
+from fastinfer.engine.core import EngineCore, EngineStats
+from fastinfer.engine.graphs import Ladder, Recorder
+from fastinfer.engine.memory import num_kv_blocks, resolve_device
 from fastinfer.engine.outputs import Call, RequestOutput, StreamOutput
 from fastinfer.engine.prompts import Message, Prompt, as_list, is_conversation, prepare
-from fastinfer.engine.runner import ModelRunner, num_kv_blocks, resolve_device
+from fastinfer.engine.runner import ModelRunner
 from fastinfer.engine.sampler import Sampler
 from fastinfer.engine.sampling_params import SamplingParams, is_integer
 from fastinfer.engine.scheduler import Scheduler
+from fastinfer.engine.static_scheduler import StaticScheduler
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.loader import load
 from fastinfer.models.tokenizer import Tokenizer, load_tokenizer
+
+_SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
 
 
 class LLM:
@@ -38,11 +44,13 @@ class LLM:
         max_num_seqs: at most so many sequences in a step.
         max_num_batched_tokens: at most so many tokens in a step; longer prompts run in chunks.
         gpu_memory_utilization: the share of a GPU's memory to use; no effect on the CPU.
-        kv_cache_memory_bytes: size of the KV pool; None: 1 GiB on the CPU. Never more is taken than
+        kv_cache_memory_bytes: size of the KV pool; None: 1 GiB on the CPU, and on a GPU what
+            weights and computation leave of ``gpu_memory_utilization``. Never more is taken than
             ``max_num_seqs`` sequences of ``max_model_len`` tokens can fill.
         block_size: tokens a KV block holds, a multiple of 8 in 8..512.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
-        enforce_eager: capture no CUDA graphs; no effect on the CPU.
+        batching: "continuous", or "static" as a baseline for measurements: see `StaticScheduler`.
+        enforce_eager: record no CUDA graphs; no effect on the CPU.
         load_format: "auto", "safetensors" or "gguf", or "dummy" for random weights from the
             configuration alone.
         seed: of the generator that gives requests without a seed theirs.
@@ -67,6 +75,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
+        batching: str = "continuous",
         enforce_eager: bool = False,
         load_format: str = "auto",
         seed: int = 0,
@@ -92,6 +101,11 @@ class LLM:
             raise ValueError(
                 f"LLM: gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
             )
+        if batching not in _SCHEDULERS:
+            raise ValueError(
+                f"LLM: batching must be one of {', '.join(map(repr, _SCHEDULERS))}, "
+                f"got {batching!r}"
+            )
         self.device = resolve_device(device)
         loaded = load(
             model,
@@ -103,18 +117,46 @@ class LLM:
         self.config = loaded.config
         self.max_model_len = loaded.max_model_len
         self.tokenizer = _tokenizer(tokenizer, loaded.tokenizer_source, load_format == "dummy")
-        blocks = num_kv_blocks(self.config, loaded.dtype, block_size, kv_cache_memory_bytes)
-        useful = max_num_seqs * -(-self.max_model_len // block_size)
-        self.blocks = _host.BlockManager(min(blocks, useful), block_size, enable_prefix_caching)
-        scheduler = Scheduler(
+        limits = StepLimits(
+            max_num_seqs,
+            min(max_num_batched_tokens, max_num_seqs * self.max_model_len),
+            self.max_model_len,
+        )
+        graphs = self.device.type == "cuda" and not enforce_eager
+        num_blocks = num_kv_blocks(
+            loaded.decoder,
+            dtype=loaded.dtype,
+            block_size=block_size,
+            limits=limits,
+            memory=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            graphs=graphs,
+        )
+        caching = enable_prefix_caching and batching == "continuous"
+        self.blocks = _host.BlockManager(num_blocks, block_size, caching)
+        scheduler = _SCHEDULERS[batching](
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-        runner = ModelRunner(loaded.decoder, self.blocks, dtype=loaded.dtype)
+        clock = DeviceClock(self.device)
+        ladder = Ladder(limits) if graphs else None
+        runner = ModelRunner(
+            loaded.decoder,
+            self.blocks,
+            dtype=loaded.dtype,
+            limits=limits,
+            ladder=ladder,
+            record=Recorder(self.device) if graphs else None,
+            clock=clock,
+        )
+        if ladder is not None:
+            # The largest first: the others find all the memory they need in what it has taken.
+            runner.record_rungs([ladder.mixed[-1], *reversed(ladder.decode)])
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.config.eos_token_ids
-        self._core = EngineCore(scheduler, runner, Sampler(eos), self.tokenizer, eos, seed)
+        sampler = Sampler(self.device, limits.max_rows, eos, clock)
+        self._core = EngineCore(scheduler, runner, sampler, self.tokenizer, eos, seed, clock)
         self._server = Call(deque())  # of `add_request` and `step`
 
     def generate(
@@ -201,6 +243,11 @@ class LLM:
     def abort(self, request_id: int) -> bool:
         """Ends a request, whose last `StreamOutput` says "abort"; False if it is not running."""
         return self._core.abort(lambda completion: completion.parent.request_id == request_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done so far, and where the time went."""
+        return self._core.stats
 
     @property
     def has_unfinished(self) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from fastinfer.engine.detokenizer import IncrementalDecoder, StopStrings
+from fastinfer.engine.detokenizer import IncrementalDecoder, StopStrings, decode_all
 from fastinfer.engine.request import Request
 
 
@@ -92,7 +92,8 @@ class Completion:
     """A running request: detokenizes its tokens into its output, and decides when it ends.
 
     It works from the request's state, not from what a step returned, so an interrupted step loses
-    nothing. ``decode`` turns token ids into text; where it is None the text stays empty.
+    nothing. ``decode`` turns token ids into text; where it is None the text stays empty. Where
+    nobody looks at the text before its end, neither a stream nor a stop string, it is made then.
     """
 
     def __init__(
@@ -114,7 +115,11 @@ class Completion:
         parent.outputs.append(self.output)
         self._prompt_index = prompt_index
         self._stops = StopStrings(params.stop or (), params.include_stop_str_in_output)
-        self._decoder = IncrementalDecoder(decode, request.prompt_token_ids) if decode else None
+        self._decode = decode
+        self._decoder: IncrementalDecoder | None = None
+        if decode and (params.stop or call.deltas is not None):
+            self._decoder = IncrementalDecoder(decode, request.prompt_token_ids)
+        self._min_tokens = params.min_tokens
         self._stop_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             self._stop_ids |= set(eos_token_ids)
@@ -127,7 +132,7 @@ class Completion:
             text += self._take_token(token)
             if output.finish_reason is not None:
                 break
-        if len(output.token_ids) > done:
+        if text or (self.call.deltas is not None and len(output.token_ids) > done):
             self._give(text, done)
 
     def end(self, reason: str, error: str | None = None) -> None:
@@ -136,19 +141,21 @@ class Completion:
         self._give("" if error else self._flush(), len(self.output.token_ids))
 
     def _take_token(self, token: int) -> str:
-        output, params = self.output, self.request.params
+        output = self.output
         output.token_ids.append(token)
+        count = len(output.token_ids)
         if output.logprobs is not None:
-            output.logprobs.append(self.request.logprobs[len(output.token_ids) - 1])
-        may_stop = len(output.token_ids) >= params.min_tokens
+            output.logprobs.append(self.request.logprobs[count - 1])
+        may_stop = count >= self._min_tokens
         if may_stop and token in self._stop_ids:
             output.finish_reason = "stop"
-            text = self._push(token, False) if params.include_stop_str_in_output else ""
-            return text + self._flush()
-        text = self._push(token, may_stop)
+            shown = self.request.params.include_stop_str_in_output
+            text = self._push(token, False) if shown else ""
+            return text + self._flush(hidden=not shown)
+        text = self._push(token, may_stop) if self._decoder else ""
         if self._stops.stopped:
             output.finish_reason = "stop"
-        elif len(output.token_ids) >= self.request.max_output_tokens:
+        elif count >= self.request.max_output_tokens:
             output.finish_reason = "length"
             text += self._flush()
         return text
@@ -156,9 +163,16 @@ class Completion:
     def _push(self, token: int, may_stop: bool) -> str:
         return self._stops.push(self._decoder.push(token), may_stop) if self._decoder else ""
 
-    def _flush(self) -> str:
-        """The text held back: an unfinished character, the beginning of a stop string."""
-        if self._decoder is None or self._stops.stopped:
+    def _flush(self, hidden: bool = False) -> str:
+        """The text held back: an unfinished character, the beginning of a stop string, or all.
+
+        ``hidden``: the last token does not show.
+        """
+        if self._decoder is None:
+            tokens = self.output.token_ids[:-1] if hidden else self.output.token_ids
+            prompt = self.request.prompt_token_ids
+            return decode_all(self._decode, prompt, tokens) if self._decode else ""
+        if self._stops.stopped:
             return ""
         return self._stops.push(self._decoder.flush(), active=False) + self._stops.flush()
 

@@ -33,6 +33,8 @@ class Request:
         num_computed_tokens: how many tokens, from the first, have keys and values in the cache.
         num_cached_tokens: how many of them a prefix hit spared when it was last admitted.
         num_preemptions: how often the request lost its blocks.
+        plain: its tokens are drawn from the logits as they are: no bias, no penalty, no minimum
+            length, no logprobs.
         status: see `RequestStatus`.
         finish_reason: "stop", "length", "abort", or another reason given to `Scheduler.finish`.
     """
@@ -47,11 +49,17 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    plain: bool = field(default=True, init=False)
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     finish_reason: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
+        p = self.params
+        penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        self.plain = (
+            penalties == (1, 0, 0) and not p.logit_bias and p.min_tokens == 0 and p.logprobs is None
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import add
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from fastinfer import _host, ops
+from fastinfer import _host
+from fastinfer.engine.buffers import DeviceClock, StepBuffers, StepLimits
+from fastinfer.engine.graphs import Function, Ladder, Rung
 from fastinfer.engine.scheduler import ScheduledSequence
 from fastinfer.models.batch import Batch
-from fastinfer.models.config import ModelConfig
 from fastinfer.models.decoder import Decoder
 
-_CPU_KV_CACHE_BYTES = 1 << 30
 
+@dataclass
+class StepLogits:
+    """Logits [R, V] of a step's R sequences that sample, and the arguments of `ops.sample`."""
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device to run on; "auto" is a GPU that every op has a backend for, else the CPU.
-
-    Raises:
-        ValueError: not a CPU or a GPU, or ops have no backend for it (they are named).
-    """
-    if device == "auto":
-        usable = torch.cuda.is_available() and not _unsupported_ops(torch.device("cuda"))
-        return torch.device("cuda" if usable else "cpu")
-    if str(device).split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"LLM: device must be 'auto', 'cpu' or 'cuda', got {device!r}")
-    resolved = torch.device(device)
-    missing = _unsupported_ops(resolved)
-    if missing:
-        reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in missing.items())
-        raise ValueError(f"LLM: device {str(device)!r} cannot run all ops. {reasons}")
-    return resolved
-
-
-def _unsupported_ops(device: torch.device) -> dict[str, list[str]]:
-    """The ops that cannot run on the device, by the reason."""
-    result: dict[str, list[str]] = {}
-    for op, (backend, reason) in ops.backends(device).items():
-        if backend == "none":
-            result.setdefault(reason, []).append(op)
-    return result
-
-
-def num_kv_blocks(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, memory: int | None
-) -> int:
-    """How many KV blocks fit into ``memory`` bytes (None: 1 GiB); ValueError if not one does."""
-    memory = _CPU_KV_CACHE_BYTES if memory is None else memory
-    values = config.num_layers * config.num_kv_heads * 2 * config.head_dim
-    block_bytes = values * block_size * dtype.itemsize
-    if memory < block_bytes:
-        raise ValueError(
-            f"LLM: kv_cache_memory_bytes must hold at least one block of {block_size} tokens "
-            f"({block_bytes} bytes), got {memory}"
-        )
-    return memory // block_bytes
+    logits: Tensor
+    sampling: dict[str, Tensor]
 
 
 class ModelRunner:
-    """The model, its KV pages (of the given dtype) and the buffer of a step."""
+    """The model, its KV pages, and the buffers of a step.
 
-    def __init__(self, decoder: Decoder, blocks: _host.BlockManager, *, dtype: torch.dtype) -> None:
+    Args:
+        decoder: the model.
+        blocks: the sequences; their blocks are the pages made here.
+        dtype: of the pages.
+        limits: the largest step.
+        ladder: the sizes that steps are filled up to; None: a step runs at its own size.
+        record: runs a function and returns what repeats it: a `Recorder`, or `run_directly`. With a
+            ladder, it is called once for each size.
+        clock: is started when the device gets work.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: _host.BlockManager,
+        *,
+        dtype: torch.dtype,
+        limits: StepLimits,
+        ladder: Ladder | None = None,
+        record: Callable[[Function], Function] | None = None,
+        clock: DeviceClock,
+    ) -> None:
         self._decoder = decoder
         self._blocks = blocks
+        self._ladder = ladder
+        self._record = record
         config, device = decoder.config, decoder.embed_tokens.device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._clock = clock
         # Keys and values of a layer: [num_blocks, num_kv_heads, block_size, head_dim]. They stay
         # unset: no op reads a slot that was not written, and untouched memory costs nothing.
         shape = (blocks.num_blocks, config.num_kv_heads, blocks.block_size, config.head_dim)
@@ -75,38 +67,94 @@ class ModelRunner:
         ]
         self.kv_caches = [(both[0], both[1]) for both in pages]
 
+        rows = limits.max_rows + 1  # one takes what steps are filled up with
+        self._max_blocks = -(-limits.max_model_len // blocks.block_size)
+        largest = _host.step_layout(limits.max_num_tokens, rows, self._max_blocks, rows)
+        self._buffers = StepBuffers(largest.nbytes, device)
+        # Where a recorded step leaves the hidden states of the tokens whose logits are wanted.
+        self._hidden = torch.empty((rows, config.hidden_size), dtype=dtype, device=device)
+        self._sizes: dict[Rung, tuple[_host.StepLayout, Batch]] = {}
+        self._replays: dict[Rung, Function] = {}
+
     @torch.inference_mode()
-    def run(self, step: Sequence[ScheduledSequence]) -> Tensor:
-        """Computes the step's tokens; returns logits [R, V] of the R sequences that sample."""
-        batch = self._pack(step)
-        hidden = self._decoder(batch, self.kv_caches)
-        return self._decoder.compute_logits(hidden.index_select(0, batch.logits_indices))
+    def run(self, step: Sequence[ScheduledSequence]) -> StepLogits:
+        """Computes the step's tokens; returns the logits of the sequences that sample."""
+        requests, starts, counts, samples, padding = zip(*step, strict=True)
+        ids = [request.request_id for request in requests]
+        sizes = list(map(add, counts, padding)) if any(padding) else counts
+        tokens, rows, longest = sum(sizes), sum(samples), max(sizes)
 
-    def _pack(self, step: Sequence[ScheduledSequence]) -> Batch:
-        """Fills the step's buffer and returns views of it; they hold until the next call."""
-        counts = [s.num_tokens for s in step]
-        ends = [s.start + s.num_tokens for s in step]
-        num_logits = [int(s.samples) for s in step]
-        tokens, seqs, logits = sum(counts), len(step), sum(num_logits)
-        max_blocks = -(-max(ends) // self._blocks.block_size)
-        layout = _host.step_layout(tokens, seqs, max_blocks, logits)
-        if layout.nbytes > self._buffer.numel():
-            self._buffer = torch.empty(2 * layout.nbytes, dtype=torch.uint8)
-        ids, starts = [s.request.request_id for s in step], [s.start for s in step]
-        self._blocks.pack(self._buffer.numpy().data, layout, ids, starts, counts, num_logits)
-
-        def view(offset: int, size: int, dtype: torch.dtype) -> Tensor:
-            return self._buffer[offset : offset + size * dtype.itemsize].view(dtype)
-
-        table = view(layout.block_table, seqs * max_blocks, torch.int32)
-        return Batch(
-            input_ids=view(layout.input_ids, tokens, torch.int64),
-            positions=view(layout.positions, tokens, torch.int64),
-            slot_mapping=view(layout.slot_mapping, tokens, torch.int64),
-            block_table=table.view(seqs, max_blocks),
-            cu_seqlens_q=view(layout.cu_seqlens_q, seqs + 1, torch.int32),
-            seq_lens=view(layout.seq_lens, seqs, torch.int32),
-            logits_indices=view(layout.logits_indices, logits, torch.int64),
-            max_seqlen_q=max(counts),
-            max_seqlen_k=max(ends),
+        rung = self._ladder.rung(tokens, longest) if self._ladder else None
+        if rung is not None:
+            layout, _ = self._fixed(rung)
+        else:
+            end = max(map(add, starts, sizes))
+            width = -(-end // self._blocks.block_size)
+            layout = _host.step_layout(tokens, len(step), width, rows)
+        use = self._fill(layout, ids, starts, counts, samples, padding)
+        self._clock.start()
+        if rung is not None:
+            self._run_fixed(rung)
+            hidden = self._hidden[:rows]
+        else:
+            hidden = self._forward(self._buffers.batch(layout, longest, end))
+        return StepLogits(
+            self._decoder.compute_logits(hidden), self._buffers.sampling(layout, rows, use)
         )
+
+    @torch.inference_mode()
+    def run_filler(self, num_tokens: int, num_seqs: int) -> Tensor:
+        """Computes a step of tokens that mean nothing; returns num_seqs rows of hidden states.
+
+        It takes the memory of a real step of this size, and changes no page.
+        """
+        layout = _host.step_layout(num_tokens, num_seqs, self._max_blocks, num_seqs)
+        self._fill(layout, [], [], [], [], [])
+        batch = self._buffers.batch(layout, num_tokens, self._max_blocks * self._blocks.block_size)
+        return self._forward(batch)
+
+    @torch.inference_mode()
+    def record_rungs(self, rungs: Sequence[Rung]) -> None:
+        """Records steps of these sizes, which otherwise happens when a step first has one."""
+        progress = tqdm(
+            rungs, desc="recording CUDA graphs", delay=1.0, disable=not sys.stderr.isatty()
+        )
+        for rung in progress:
+            self._fill(self._fixed(rung)[0], [], [], [], [], [])
+            self._run_fixed(rung)
+        if self._hidden.is_cuda:
+            torch.cuda.empty_cache()  # what the first runs took on the recorder's own stream
+
+    def _fill(self, layout: _host.StepLayout, *lists: Sequence[int]) -> int:
+        def pack(memory: memoryview) -> int:
+            return self._blocks.pack(memory, layout, *lists)
+
+        return self._buffers.fill(pack, layout.nbytes)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        hidden: Tensor = self._decoder(batch, self.kv_caches)
+        return hidden.index_select(0, batch.logits_indices)
+
+    def _fixed(self, rung: Rung) -> tuple[_host.StepLayout, Batch]:
+        """The layout and the batch of a step on a rung."""
+        if rung not in self._sizes:
+            layout = _host.step_layout(
+                rung.num_tokens, rung.num_seqs, self._max_blocks, rung.num_logits
+            )
+            longest = self._max_blocks * self._blocks.block_size
+            self._sizes[rung] = layout, self._buffers.batch(layout, rung.max_seqlen_q, longest)
+        return self._sizes[rung]
+
+    def _run_fixed(self, rung: Rung) -> None:
+        """Computes the step that fills the buffers, which has the rung's layout."""
+        replay = self._replays.get(rung)
+        if replay is not None:
+            replay()
+            return
+        assert self._record is not None
+        self._replays[rung] = self._record(partial(self._forward_fixed, self._fixed(rung)[1]))
+
+    def _forward_fixed(self, batch: Batch) -> None:
+        hidden = self._decoder(batch, self.kv_caches)
+        rows = self._hidden[: len(batch.logits_indices)]
+        torch.index_select(hidden, 0, batch.logits_indices, out=rows)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastinfer import ops
+from fastinfer.engine.buffers import DeviceClock, ResultBuffers
 from fastinfer.engine.request import Request
 
 _FP32 = torch.finfo(torch.float32)
@@ -29,40 +30,52 @@ class SampledTokens:
 
 
 class Sampler:
-    """Chooses the next token of each request; ``eos_token_ids`` end the model's texts."""
+    """Chooses the next token of each request.
 
-    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+    Args:
+        device: where the logits are.
+        max_rows: at most so many requests at a time.
+        eos_token_ids: end the model's texts.
+        clock: is stopped when the tokens have arrived.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_rows: int,
+        eos_token_ids: Sequence[int] = (),
+        clock: DeviceClock | None = None,
+    ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._clock = clock or DeviceClock(device)
+        self._results = ResultBuffers(device, max_rows)
 
     @torch.inference_mode()
-    def __call__(self, requests: Sequence[Request], logits: Tensor) -> SampledTokens:
+    def __call__(
+        self, requests: Sequence[Request], logits: Tensor, options: Mapping[str, Tensor]
+    ) -> SampledTokens:
         """Samples one token per request, as `SamplingParams` says.
 
         Args:
-            requests: R of them; the row's parameters and the tokens so far.
+            requests: R of them; the tokens so far, and what is to be done to the logits.
             logits: [R, V], any float dtype; not changed.
+            options: the arguments of `fastinfer.ops.sample`, each [R]; none of them: greedy.
 
         A row's random numbers are keyed by the request's seed and the position of the token in its
         sequence, so the token does not depend on the batch, on chunking, prefix hits or preemption.
         """
-        device = logits.device
-        params = [request.params for request in requests]
-        options: dict[str, Tensor] = {}
-        if any(p.temperature > 0 for p in params):
-            for name in ("temperature", "top_p", "min_p"):
-                values = [getattr(p, name) for p in params]
-                options[name] = torch.tensor(values, dtype=torch.float32, device=device)
-            # What fp32 rounds to infinity or to zero is still a temperature and a top_p.
-            options["temperature"].clamp_(max=_FP32.max)
-            options["top_p"].clamp_(min=_FP32.tiny)
-            top_k = [min(max(p.top_k, 0), logits.shape[1]) for p in params]
-            options["top_k"] = torch.tensor(top_k, dtype=torch.int32, device=device)
-            options["seeds"] = torch.tensor([r.seed for r in requests], device=device)
-            options["positions"] = torch.tensor([r.num_tokens for r in requests], device=device)
-        token_ids, valid = ops.sample(self._adjust(requests, logits), **options)
-        return SampledTokens(
-            token_ids.tolist(), valid.tolist(), _logprobs(requests, logits, token_ids)
-        )
+        rows = len(requests)
+        if not rows:
+            return SampledTokens([], [], [])
+        plain = all(request.plain for request in requests)
+        token_ids, valid = self._results.arrays(rows)
+        adjusted = logits if plain else self._adjust(requests, logits)
+        ops.sample(adjusted, **options, token_ids=token_ids, valid=valid)
+        self._results.download()
+        self._clock.stop()
+        logprobs = _logprobs([] if plain else requests, logits, token_ids)
+        token_ids, valid = self._results.arrays(rows, on_host=True)
+        return SampledTokens(token_ids.tolist(), valid.tolist(), logprobs or [None] * rows)
 
     def _adjust(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
         """The logits in fp32 after bias, bans and penalties; as they came if no row asks."""

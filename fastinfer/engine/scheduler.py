@@ -15,23 +15,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastinfer._host import BlockManager
 from fastinfer.engine.request import Request, RequestStatus
 
+_RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+
+class ScheduledSequence(NamedTuple):
     """A request's part in a step: its tokens [start, start + num_tokens).
 
     ``samples``: they reach the last token known, so the step's logits give the next one.
+    ``padding``: so many tokens that mean nothing are computed behind them (static batches only).
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    padding: int = 0
 
 
 class Scheduler:
@@ -58,11 +61,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_model_len", max_model_len, 2),
-        ):
+        limits = (max_num_seqs, 1), (max_num_batched_tokens, 1), (max_model_len, 2)
+        names = "max_num_seqs", "max_num_batched_tokens", "max_model_len"
+        for name, (value, least) in zip(names, limits, strict=True):
             if value < least:
                 raise ValueError(f"Scheduler: {name} must be >= {least}, got {value}")
         self._kv = kv
@@ -122,6 +123,10 @@ class Scheduler:
                 "or more memory for the cache"
             )
         self._kv.add(request.request_id, request.prompt_token_ids)  # refuses an id in use
+        p = request.params
+        self._kv.set_sampling(
+            request.request_id, p.temperature, p.top_k, p.top_p, p.min_p, request.seed
+        )
         request.max_output_tokens = max_output
         self._requests[request.request_id] = request
         self._waiting.append(request)
@@ -149,7 +154,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         del self._requests[request.request_id]
-        self._kv.remove(request.request_id)
+        self._give_back(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
@@ -169,16 +174,13 @@ class Scheduler:
         step: list[ScheduledSequence] = []
         budget = self._max_num_batched_tokens
         running = self._running
-        # Preemption shortens the list from its end, never by what is in the step already.
-        while len(step) < len(running) and budget > 0:
-            request = running[len(step)]
+        for request in running:
+            if budget <= 0:
+                break
             part = _part(request, budget)
-            while not self._kv.reserve(request.request_id, part.start + part.num_tokens):
-                if self._preempt_youngest() is request:
-                    break
-            else:
-                step.append(part)
-                budget -= part.num_tokens
+            step.append(part)
+            budget -= part.num_tokens
+        budget += self._reserve(step)
         while (
             self._waiting
             and budget > 0
@@ -214,29 +216,41 @@ class Scheduler:
                 f"Scheduler.update: expected {expected} tokens, one for each sequence of the step "
                 f"that samples, got {len(tokens)}"
             )
-        for scheduled in step:
-            request = scheduled.request
-            is_current = request.is_finished or (
-                request.status is RequestStatus.RUNNING
-                and request.num_computed_tokens == scheduled.start
-            )
-            if not is_current:
+        sampled = iter(tokens)
+        news = [next(sampled) if part.samples else -1 for part in step]
+        if any(part.request.status is _FINISHED for part in step):
+            left = [i for i, part in enumerate(step) if not part.request.is_finished]
+            step, news = [step[i] for i in left], [news[i] for i in left]
+        for part in step:
+            request = part.request
+            if request.num_computed_tokens != part.start or request.status is not _RUNNING:
                 raise ValueError(
                     f"Scheduler.update: expected the latest step, but request {request.request_id} "
                     f"is {request.status.value} at token {request.num_computed_tokens}, in the "
-                    f"step at {scheduled.start}"
+                    f"step at {part.start}"
                 )
-        sampled = iter(tokens)
-        for scheduled in step:
-            token = next(sampled) if scheduled.samples else None
-            request = scheduled.request
-            if request.is_finished:
-                continue
-            request.num_computed_tokens = scheduled.start + scheduled.num_tokens
-            self._kv.commit(request.request_id, request.num_computed_tokens)
-            if token is not None:
-                self._kv.append(request.request_id, token)
-                request.output_token_ids.append(token)
+        ends = [part.start + part.num_tokens for part in step]
+        self._kv.record([part.request.request_id for part in step], ends, news)
+        for part, end, token in zip(step, ends, news, strict=True):
+            part.request.num_computed_tokens = end
+            if token >= 0:
+                part.request.output_token_ids.append(token)
+
+    def _reserve(self, step: list[ScheduledSequence]) -> int:
+        """Takes the blocks that a step's sequences need, oldest first.
+
+        As long as they do not suffice, the youngest request is preempted. What that takes out of
+        the step is at its end; returns how many tokens it was.
+        """
+        done, dropped = 0, 0
+        ids = [part.request.request_id for part in step]
+        ends = [part.start + part.num_tokens for part in step]
+        while True:
+            done += self._kv.reserve_each(ids[done : len(step)], ends[done : len(step)])
+            if done == len(step):
+                return dropped
+            if self._preempt_youngest() is step[-1].request:
+                dropped += step.pop().num_tokens
 
     def _admit(self, request: Request) -> bool:
         """Takes blocks for all tokens that a waiting request knows; if they do not fit, for none.
@@ -245,7 +259,7 @@ class Scheduler:
         on a few blocks, a long prompt would soon have to give them back, its work lost.
         """
         cached = self._kv.match_prefix(request.request_id)
-        blocks = _ceil_div(request.num_tokens - cached, self._kv.block_size)
+        blocks = -(-(request.num_tokens - cached) // self._kv.block_size)
         headroom = self._headroom if self._running else 0
         if blocks + headroom > self._kv.num_available or not self._kv.reserve(
             request.request_id, request.num_tokens
@@ -255,6 +269,9 @@ class Scheduler:
         request.num_computed_tokens = request.num_cached_tokens = cached
         request.status = RequestStatus.RUNNING
         return True
+
+    def _give_back(self, request: Request) -> None:
+        self._kv.remove(request.request_id)
 
     def _preempt_youngest(self) -> Request:
         request = self._running.pop()
@@ -268,16 +285,15 @@ class Scheduler:
 
 def _part(request: Request, budget: int) -> ScheduledSequence:
     """What a running request computes next, within the budget."""
-    if len(request.output_token_ids) >= request.max_output_tokens:
+    num_outputs = len(request.output_token_ids)
+    if num_outputs >= request.max_output_tokens:
         # Going on would write past what `Scheduler.add` made sure of.
         raise RuntimeError(
             f"request {request.request_id} has all of its {request.max_output_tokens} output "
             "tokens; it should have been finished"
         )
-    start, known = request.num_computed_tokens, request.num_tokens
+    start, known = request.num_computed_tokens, len(request.prompt_token_ids) + num_outputs
     num_tokens = min(known - start, budget)
-    return ScheduledSequence(request, start, num_tokens, start + num_tokens == known)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    samples = start + num_tokens == known
+    # What ScheduledSequence(...) does, in half the time.
+    return tuple.__new__(ScheduledSequence, (request, start, num_tokens, samples, 0))

@@ -152,8 +152,9 @@ def test_the_options_are_those_of_the_library():
 
     from fastinfer.engine.llm import engine_options
 
-    # The command's --seed is the request's; log-probabilities have no place in a text.
-    assert {*cli._ENGINE_OPTIONS, "seed"} == set(engine_options())
+    # The command's --seed is the request's; log-probabilities have no place in a text, and static
+    # batching is there to be measured against.
+    assert {*cli._ENGINE_OPTIONS, "seed", "batching"} == set(engine_options())
     assert {*cli._SAMPLING_OPTIONS, "logprobs"} == {f.name for f in fields(SamplingParams)}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from fastinfer.engine.detokenizer import IncrementalDecoder, StopStrings
+from fastinfer.engine.detokenizer import IncrementalDecoder, StopStrings, decode_all
 
 TEXT = "Grüße aus Köln: 你好，世界! 🙂🇩🇪 👩‍👩‍👧 – naïve café\n\n\tx = f(y)  # ∀ε>0"
 
@@ -157,3 +157,24 @@ def test_a_string_begun_before_it_may_stop_counts():
 def test_without_stop_strings_all_is_let_through():
     finder = StopStrings()
     assert finder.push("abc") == "abc" and finder.flush() == "" and not finder.stopped
+
+
+@given(st.lists(st.integers(0, 255), max_size=60), st.lists(st.integers(0, 255), max_size=9))
+@settings(max_examples=300, deadline=None)
+def test_all_at_once_is_the_same(ids, context):
+    out, rest = pieces(ids, byte_decode, context)
+    assert decode_all(byte_decode, context, ids) == "".join(out) + rest
+
+
+@given(st.text(max_size=40), st.text(max_size=10), st.data())
+@settings(max_examples=200, deadline=None)
+def test_all_at_once_with_a_real_tokenizer(tiny_tokenizer, text, before, data):
+    ids = tiny_tokenizer.encode(text)
+    ids.insert(data.draw(st.integers(0, len(ids))), 0)  # a special token, which has no text
+
+    def decode(tokens):
+        return tiny_tokenizer.decode(tokens, skip_special_tokens=True)
+
+    context = tiny_tokenizer.encode(before)
+    out, rest = pieces(ids, decode, context)
+    assert decode_all(decode, context, ids) == "".join(out) + rest

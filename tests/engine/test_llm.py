@@ -193,8 +193,8 @@ def test_a_stream_gives_whole_characters(llm):
     engine_step = llm._core._sampler
     order = iter(ids)
 
-    def forced(requests, logits):
-        sampled = engine_step(requests, logits)
+    def forced(*args):
+        sampled = engine_step(*args)
         sampled.token_ids[:] = [next(order)]
         return sampled
 
@@ -429,6 +429,12 @@ def test_a_request_that_can_never_fit_is_refused_and_others_go_on(tiny_folder):
         ({"device": "tpu"}, ValueError, "device must be"),
         ({"device": "cuda"}, ValueError, "cannot run all ops.*paged_attention"),
         ({"load_format": "pickle"}, ValueError, "load_format"),
+        ({"batching": "dynamic"}, ValueError, "batching must be one of 'continuous', 'static'"),
+        (
+            {"batching": "static", "kv_cache_memory_bytes": 31 * 16 * 512},
+            ValueError,
+            "a slot of max_model_len = 512 tokens takes 32 blocks, and the KV cache has 31",
+        ),
     ],
 )
 def test_bad_engine_options(tiny_folder, options, error, message):
@@ -448,10 +454,13 @@ def test_nan_logits_end_that_request_alone(llm, monkeypatch):
     steps = itertools.count()
 
     def poisoned(step):
-        logits = real(step).clone()
+        result = real(step)
         if next(steps) == 3:
-            logits[[s.samples and s.request.prompt_token_ids[0] == 9 for s in step]] = math.nan
-        return logits
+            result.logits = result.logits.clone()
+            result.logits[[s.samples and s.request.prompt_token_ids[0] == 9 for s in step]] = (
+                math.nan
+            )
+        return result
 
     monkeypatch.setattr(llm._core._runner, "run", poisoned)
     bad, other = llm.generate([[9, 9], "fox"], params)

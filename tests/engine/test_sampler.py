@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from fastinfer import SamplingParams
+from fastinfer._host import BlockManager, step_layout
 from fastinfer.engine import sampler as sampler_module
+from fastinfer.engine.buffers import StepBuffers
 from fastinfer.engine.request import Request
 from fastinfer.engine.sampler import Sampler
 
@@ -27,6 +29,24 @@ def logits_of(rows: int, dtype=torch.float32, seed=0) -> torch.Tensor:
     return (3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
+def packed_options(requests: list[Request]) -> dict[str, torch.Tensor]:
+    """The requests' sampling parameters on the way that they take in the engine."""
+    rows, kv = len(requests), BlockManager(len(requests) + 1)
+    for i, r in enumerate(requests):
+        p = r.params
+        kv.add(i, [*r.prompt_token_ids, *r.output_token_ids])
+        kv.set_sampling(i, p.temperature, p.top_k, p.top_p, p.min_p, r.seed)
+        kv.reserve(i, r.num_tokens)
+    layout = step_layout(rows, rows, 1, rows)
+    buffers = StepBuffers(layout.nbytes, torch.device("cpu"))
+    starts, ones = [r.num_tokens - 1 for r in requests], [1] * rows
+    use = buffers.fill(
+        lambda memory: kv.pack(memory, layout, list(range(rows)), starts, ones, ones),
+        layout.nbytes,
+    )
+    return buffers.sampling(layout, rows, use)
+
+
 @pytest.fixture
 def sampled(monkeypatch):
     """Runs the sampler; returns its result and the arguments that `ops.sample` got."""
@@ -41,9 +61,10 @@ def sampled(monkeypatch):
 
     def run(requests, logits):
         before = logits.clone()
-        result = Sampler(EOS)(requests, logits)
+        sampler = Sampler(logits.device, len(requests) + 3, EOS)
+        result = sampler(requests, logits, packed_options(requests))
         assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the logits were changed"
-        return result, *calls[-1]
+        return result, *(calls[-1] if calls else ())
 
     return run
 
@@ -106,7 +127,8 @@ def test_rows_that_ask_are_adjusted_and_the_others_are_not(sampled, dtype):
 def test_without_requests_that_ask_the_logits_go_on_as_they_are(sampled):
     logits = logits_of(2, torch.bfloat16)
     _, given, temperature, options = sampled([request(SamplingParams(temperature=0))] * 2, logits)
-    assert given is logits and temperature is None and options == {}
+    assert given is logits and temperature is None
+    assert options.keys() == {"token_ids", "valid"}
 
 
 def test_a_bias_forces_and_bans(sampled):

@@ -328,6 +328,20 @@ def test_block_sizes(block_size):
         (lambda kv: kv.match_prefix(1), r"match_prefix: .* without blocks, got sequence 1 with 2"),
         (lambda kv: kv.commit(1, 8), r"commit: num_computed: expected 9\.\.10 .*, got 8"),
         (lambda kv: kv.commit(1, 11), r"commit: num_computed: expected 9\.\.10 .*, got 11"),
+        (
+            lambda kv: kv.record([1], [11], [5]),
+            r"record: num_computed: expected 9\.\.10 .*, got 11",
+        ),
+        (lambda kv: kv.record([1, 404], [10, 1], [5, 5]), r"record: seq_id: expected .*, got 404"),
+        (lambda kv: kv.record([1, 1], [10, 10], [5, 5]), r"record: seq_ids: .* once, got 1 twice"),
+        (lambda kv: kv.record([1], [10], []), r"record: tokens: expected one entry .* 1 seq_ids"),
+        (lambda kv: kv.record([1], [], [5]), r"record: num_computed: expected one entry .* got 0"),
+        (lambda kv: kv.reserve_each([1], []), r"reserve_each: num_tokens: .* 1 seq_ids, got 0"),
+        (lambda kv: kv.reserve_each([1, 404], [30, 1]), r"reserve_each: seq_id: .*, got 404"),
+        (
+            lambda kv: kv.reserve_each([1, 1], [30, -1]),
+            r"reserve_each: num_tokens: .* >= 0, got -1",
+        ),
         (lambda kv: kv.ref_count(-1), r"ref_count: block: expected 0\.\.7, got -1"),
         (lambda kv: kv.ref_count(8), r"ref_count: block: expected 0\.\.7, got 8"),
         *(
@@ -361,6 +375,31 @@ def test_refused_calls_change_nothing(call, message):
     assert before == (
         (counts(kv), kv.tokens(1), kv.block_table(1), kv.num_computed(1), kv.num_sequences)
     )
+
+
+def test_reserve_each_stops_at_the_first_that_fails():
+    kv = manager(4)
+    for i in range(3):
+        kv.add(i, list(range(8)))
+    assert kv.reserve_each([2, 0, 1], [8, 24, 8]) == 2
+    assert [len(kv.block_table(i)) for i in range(3)] == [3, 0, 1]
+    assert kv.reserve_each([0, 2, 1], [1, 16, 1]) == 1, "what comes behind it gets nothing"
+    assert counts(kv) == (0, 0, 4)
+    assert kv.reserve_each([], []) == 0
+
+
+def test_record_is_commit_and_append_for_each():
+    kv = manager()
+    kv.add(1, list(range(10)))
+    kv.add(2, list(range(8)))
+    kv.reserve_each([1, 2], [10, 8])
+    kv.record([2, 1], [8, 9], [70, -1])
+    assert (kv.num_computed(1), kv.num_computed(2)) == (9, 8)
+    assert (kv.tokens(1), kv.tokens(2)) == (list(range(10)), [*range(8), 70])
+    kv.check_integrity()
+    kv.add(3, [*range(8), 9])
+    assert kv.match_prefix(3) == 8
+    assert kv.block_table(3) == kv.block_table(2), "the one that was recorded first is found"
 
 
 def test_commit_needs_slots():

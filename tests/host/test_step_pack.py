@@ -10,8 +10,22 @@ from hypothesis import given, settings
 from fastinfer._host import BlockManager, step_layout
 
 BS = 8
-INT64 = ("input_ids", "positions", "slot_mapping", "logits_indices")
-INT32 = ("cu_seqlens_q", "seq_lens", "block_table")
+DTYPES = {
+    "input_ids": np.int64,
+    "positions": np.int64,
+    "slot_mapping": np.int64,
+    "logits_indices": np.int64,
+    "seeds": np.int64,
+    "draw_positions": np.int64,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int32,
+    "cu_seqlens_q": np.int32,
+    "seq_lens": np.int32,
+    "block_table": np.int32,
+}
+SAMPLING = ("seeds", "draw_positions", "temperature", "top_p", "min_p", "top_k")
 POISON = 0x7B
 
 
@@ -21,6 +35,7 @@ def elements(layout) -> dict[str, int]:
         "positions": layout.num_tokens,
         "slot_mapping": layout.num_tokens,
         "logits_indices": layout.num_logits,
+        **dict.fromkeys(SAMPLING, layout.num_logits),
         "cu_seqlens_q": layout.num_seqs + 1,
         "seq_lens": layout.num_seqs,
         "block_table": layout.num_seqs * layout.max_blocks,
@@ -37,7 +52,7 @@ def poisoned(nbytes: int) -> np.ndarray:
 def arrays(buffer: np.ndarray, layout) -> dict[str, np.ndarray]:
     out = {}
     for name, size in elements(layout).items():
-        dtype = np.dtype(np.int64 if name in INT64 else np.int32)
+        dtype = np.dtype(DTYPES[name])
         offset = getattr(layout, name)
         out[name] = buffer[offset : offset + size * dtype.itemsize].view(dtype)
     out["block_table"] = out["block_table"].reshape(layout.num_seqs, layout.max_blocks)
@@ -58,7 +73,7 @@ def test_layout_regions_are_aligned_in_order_and_disjoint(tokens, seqs, blocks, 
         offset = getattr(layout, name)
         assert offset % 64 == 0
         assert end <= offset < end + 64
-        end = offset + size * (8 if name in INT64 else 4)
+        end = offset + size * np.dtype(DTYPES[name]).itemsize
     assert end <= layout.nbytes < end + 64
     assert layout.nbytes % 64 == 0
 
@@ -133,7 +148,7 @@ def test_chunk_covers_its_own_blocks_only():
     ]
 
 
-def test_padding_and_canaries():
+def test_filler_and_canaries():
     kv = make_manager()
     layout = step_layout(16, 5, 4, 4)
     memory = poisoned(layout.nbytes + 128)
@@ -142,7 +157,8 @@ def test_padding_and_canaries():
     assert got["input_ids"].tolist() == [203, 204, 119] + [0] * 13
     assert got["positions"].tolist() == [3, 4, 19] + [0] * 13
     assert got["slot_mapping"].tolist()[3:] == [-1] * 13
-    assert got["cu_seqlens_q"].tolist() == [0, 2, 3, 3, 3, 3]
+    # Sequences without keys take one filler token each, and the last one the rest.
+    assert got["cu_seqlens_q"].tolist() == [0, 2, 3, 4, 5, 16]
     assert got["seq_lens"].tolist() == [5, 20, 0, 0, 0]
     assert got["logits_indices"].tolist() == [1, 2, 0, 0]
     assert (memory[:64] == POISON).all() and (memory[-64:] == POISON).all()
@@ -152,6 +168,100 @@ def test_padding_and_canaries():
     assert table[1, :3].tolist() == kv.block_table(1)
     assert table[1, 3] == unwritten
     assert (table[2:] == unwritten).all()
+
+
+def test_filler_is_one_token_for_each_sequence_of_a_decode_step():
+    kv = make_manager()
+    layout = step_layout(6, 6, 3, 6)
+    buffer = poisoned(layout.nbytes)
+    kv.pack(buffer, layout, [2, 1], [4, 19], [1, 1], [1, 1])
+    got = arrays(buffer, layout)
+    assert got["cu_seqlens_q"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert got["seq_lens"].tolist() == [5, 20, 0, 0, 0, 0]
+
+
+def test_a_step_of_filler_alone():
+    kv = make_manager()
+    layout = step_layout(9, 3, 1, 2)
+    buffer = poisoned(layout.nbytes)
+    assert kv.pack(buffer, layout, [], [], [], []) == 0
+    got = arrays(buffer, layout)
+    assert got["cu_seqlens_q"].tolist() == [0, 1, 2, 9]
+    assert got["seq_lens"].tolist() == [0, 0, 0]
+    assert got["slot_mapping"].tolist() == [-1] * 9
+
+
+def test_padding_behind_a_prompt():
+    kv = make_manager()
+    layout = step_layout(3 + 4 + 2 + 1, 3, 3, 2)
+    buffer = poisoned(layout.nbytes)
+    # Real tokens, then padding; padding alone; nothing unusual.
+    kv.pack(buffer, layout, [2, 3, 1], [2, 18, 19], [3, 0, 1], [1, 0, 1], [3, 3, 0])
+    got = arrays(buffer, layout)
+    t1, t2, t3 = (kv.block_table(i) for i in (1, 2, 3))
+    assert got["input_ids"].tolist() == [202, 203, 204, 0, 0, 0, 0, 0, 0, 119]
+    assert got["positions"].tolist() == [2, 3, 4, 5, 6, 7, 18, 19, 20, 19]
+    assert got["slot_mapping"].tolist() == [
+        *(t2[0] * BS + i for i in range(2, 8)),
+        *(t3[2] * BS + i for i in range(2, 5)),
+        t1[2] * BS + 3,
+    ]
+    assert got["cu_seqlens_q"].tolist() == [0, 6, 9, 10]
+    assert got["seq_lens"].tolist() == [8, 21, 20]
+    assert got["logits_indices"].tolist() == [2, 9]
+    assert got["draw_positions"].tolist() == [5, 20]
+    assert got["block_table"][1].tolist() == t3
+
+
+def test_sampling_parameters():
+    kv = make_manager()
+    kv.set_sampling(1, 0.5, 7, 0.75, 0.25, -(2**63))
+    kv.set_sampling(2, 1e300, -1, 1e-300, 0.0, 2**63 - 1)
+    layout = step_layout(5, 4, 3, 5)
+    buffer = poisoned(layout.nbytes)
+    use = kv.pack(buffer, layout, [1, 3, 2], [18, 17, 4], [2, 1, 1], [2, 1, 1])
+    assert use == 1 + 2 + 4 + 8
+    got = {name: arrays(buffer, layout)[name].tolist() for name in SAMPLING}
+    tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    assert got["temperature"] == [0.5, 0.5, 0.0, largest, 0.0]
+    assert got["top_k"] == [7, 7, 0, 0, 0]
+    assert got["top_p"] == [0.75, 0.75, 1.0, tiny, 1.0]
+    assert got["min_p"] == [0.25, 0.25, 0.0, 0.0, 0.0]
+    assert got["seeds"] == [-(2**63), -(2**63), 0, 2**63 - 1, 0]
+    assert got["draw_positions"] == [19, 20, 18, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "use"),
+    [
+        ((0.0, 5, 0.5, 0.5), 0),
+        ((1.0, 0, 1.0, 0.0), 1),
+        ((1.0, 5, 1.0, 0.0), 3),
+        ((1.0, 0, 0.5, 0.0), 5),
+        ((1.0, 0, 1.0, 0.5), 9),
+    ],
+)
+def test_which_sampling_parameters_make_a_difference(parameters, use):
+    kv = make_manager()
+    kv.set_sampling(1, *parameters, 0)
+    layout = step_layout(2, 2, 3, 2)
+    buffer = poisoned(layout.nbytes)
+    assert kv.pack(buffer, layout, [1, 2], [19, 4], [1, 1], [1, 1]) == use
+    assert kv.pack(buffer, layout, [1, 2], [19, 4], [1, 1], [0, 1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ((-1.0, 0, 1.0, 0.0), "temperature: expected >= 0, got -1"),
+        ((float("nan"), 0, 1.0, 0.0), "temperature: expected >= 0, got "),
+        ((1.0, 0, 0.0, 0.0), "top_p: expected > 0, got 0"),
+        ((1.0, 0, 1.0, 1.5), r"min_p: expected in \[0, 1\], got 1.5"),
+    ],
+)
+def test_sampling_parameters_out_of_range(parameters, message):
+    with pytest.raises(ValueError, match=f"BlockManager.set_sampling: {message}"):
+        make_manager().set_sampling(1, *parameters, 0)
 
 
 def test_empty_step():
@@ -185,7 +295,7 @@ def test_against_a_plain_loop(step, block_size):
     for i, (length, *_) in enumerate(parts):
         kv.reserve(i, length)
 
-    want = {name: [] for name in (*INT64, *INT32)}
+    want = {name: [] for name in DTYPES if name not in SAMPLING}
     want["cu_seqlens_q"].append(0)
     for i, (_, start, count, num_logits) in enumerate(parts):
         table = kv.block_table(i)
@@ -202,7 +312,7 @@ def test_against_a_plain_loop(step, block_size):
 
     layout = step_layout(
         len(want["input_ids"]) + slack,
-        len(parts) + slack,
+        len(parts) + (slack > 0),
         max(map(len, want["block_table"])) + slack,
         len(want["logits_indices"]) + slack,
     )
@@ -210,7 +320,7 @@ def test_against_a_plain_loop(step, block_size):
     seq_ids, (_, *columns) = range(len(parts)), zip(*parts, strict=True)
     kv.pack(buffer, layout, list(seq_ids), *(list(column) for column in columns))
     got = arrays(buffer, layout)
-    for name in (*INT64, "cu_seqlens_q", "seq_lens"):
+    for name in want.keys() - {"block_table"}:
         assert got[name][: len(want[name])].tolist() == want[name], name
     for row, blocks in zip(got["block_table"], want["block_table"], strict=False):
         assert row[: len(blocks)].tolist() == blocks
@@ -233,7 +343,14 @@ def test_against_a_plain_loop(step, block_size):
         (([2, 1, 2], [0] * 3, [1] * 3, [1] * 3), r"seq_ids: expected each sequence once, got 2 t"),
         (([4], [0], [1], [1]), r"seq_ids\[0\]: expected a sequence with reserved blocks, got 4"),
         (([1], [0], [11], [0]), r"layout\.num_tokens: expected at least 11, got 10"),
-        (([0, 1, 2, 3], [0] * 4, [1] * 4, [0] * 4), r"layout\.num_seqs: expected .* 4, got 3"),
+        (([0, 1, 2, 3], [0] * 4, [1] * 4, [0] * 4), r"layout\.num_seqs: expected .* 5, got 3"),
+        (([0, 1, 2], [0] * 3, [1] * 3, [0] * 3), r"layout\.num_seqs: expected .* 4, got 3"),
+        (([1], [0], [1], [1], [1, 1]), r"padding: expected one entry for each of the 1 .*, got 2"),
+        (([1], [0], [1], [1], [-1]), r"padding\[0\]: expected >= 0, got -1"),
+        (([1], [19], [1], [1], [5]), r"padding\[0\]: expected .* 0\.\.4, got 5"),
+        (([1], [24], [0], [0], [1]), r"starts\[0\]: expected .* has a slot, 0\.\.23, got 24"),
+        (([1], [20], [0], [1], [1]), r"num_logits\[0\]: expected 0\.\.0, got 1"),
+        (([1], [20], [0], [0], [0]), r"starts\[0\]: expected .* 0\.\.19, got 20"),
         (([1], [10], [6], [5]), r"layout\.num_logits: expected at least 5, got 4"),
         (([1], [19], [1], [1]), r"layout\.max_blocks: expected at least 3, got 2"),
     ],
