@@ -1,4 +1,4 @@
-"""silu_and_mul and gelu_and_mul against torch's eager composition."""
+"""silu_and_mul and gelu_and_mul against torch's composition, eager and compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.bench_norm import peers
 from bench.harness import Case
 from fastinfer import ops
 
@@ -20,9 +21,17 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1536), (64, 4096), (1024, 4096)], ids=lambda s: f"{s[0]}x{s[1]}"
-)
+SHAPES = {
+    "cpu": [(1, 1536), (64, 4096), (1024, 4096)],
+    "cuda": [(1, 4096), (64, 4096), (8192, 8192)],
+}
+
+
+def pytest_generate_tests(metafunc):
+    device = metafunc.config.getoption("--bench-device")
+    metafunc.parametrize("shape", SHAPES[device], ids=lambda s: f"{s[0]}x{s[1]}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", RUNS)
 def test_gated_activation(record, suite, op, dtype, shape):
@@ -38,7 +47,7 @@ def test_gated_activation(record, suite, op, dtype, shape):
             name=f"{op}/{dtype}/{rows}x{width}",
             make=lambda: (torch.randn(rows, 2 * width, device=suite.device).to(DTYPES[dtype]),),
             run=run,
-            peers={"eager": eager},
+            peers=peers(eager, suite.device),
             bytes_moved=3 * rows * width * DTYPES[dtype].itemsize,
         )
     )

@@ -1,10 +1,11 @@
-"""append_paged_kv_cache_ against an indexed assignment."""
+"""append_paged_kv_cache_ against an indexed assignment, eager and compiled."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from bench.bench_norm import peers
 from bench.harness import Case
 from fastinfer import ops
 
@@ -15,14 +16,20 @@ DTYPES = {
     "fp8kv": torch.float8_e4m3fn,
 }
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
+TOKENS = {"cpu": [1, 64, 2048], "cuda": [1, 64, 8192]}
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 2048])
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("tokens", TOKENS[metafunc.config.getoption("--bench-device")])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_append_paged_kv_cache_(record, suite, dtype, tokens):
     storage = DTYPES[dtype]
     quantized = dtype.endswith("kv")
-    source = torch.float32 if quantized else storage
+    # What a model on the device computes in.
+    computed = torch.float32 if suite.device.type == "cpu" else torch.bfloat16
+    source = computed if quantized else storage
     num_blocks = 2 * max(1, tokens // BLOCK_SIZE) + 1
 
     def make():
@@ -47,9 +54,9 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             if scale is not None:
                 largest = 127.0 if cache.dtype == torch.int8 else 448.0
-                new = (x.abs().amax(-1) / largest).clamp(min=1e-12)
+                new = (x.float().abs().amax(-1) / largest).clamp(min=1e-12)
                 scale[block, :, offset] = new
-                x = x / new.unsqueeze(-1)
+                x = x.float() / new.unsqueeze(-1)
                 x = (x.round() if cache.dtype == torch.int8 else x).to(cache.dtype)
             if cache.dtype == torch.float8_e4m3fn:
                 cache.view(torch.int8)[block, :, offset] = x.view(torch.int8)
@@ -61,7 +68,7 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
             name=f"append_paged_kv_cache_/{dtype}/{tokens}x{HEADS}x{HEAD_DIM}/b{BLOCK_SIZE}",
             make=make,
             run=run,
-            peers={"eager": eager},
+            peers=peers(eager, suite.device),
             bytes_moved=2 * tokens * HEADS * HEAD_DIM * (source.itemsize + storage.itemsize),
         )
     )

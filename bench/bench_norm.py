@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm and their fused forms against torch's own."""
+"""rms_norm, layer_norm and their fused forms against torch's own, eager and compiled."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.harness import Case
+from bench.harness import Case, Run
 from fastinfer import ops
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPES = [(1, 576), (64, 4096), (2048, 4096)]
+SHAPES = {
+    "cpu": [(1, 576), (64, 4096), (2048, 4096)],
+    "cuda": [(1, 4096), (64, 4096), (8192, 8192), (8192 * 32, 128)],
+}
+
+
+def pytest_generate_tests(metafunc):
+    device = metafunc.config.getoption("--bench-device")
+    metafunc.parametrize("shape", SHAPES[device], ids=lambda s: f"{s[0]}x{s[1]}")
+
+
+def peers(eager: Run, device: torch.device) -> dict[str, Run]:
+    """The composition in eager mode and, on a GPU, as torch.compile makes it for one shape."""
+    if device.type == "cpu":
+        return {"eager": eager}
+    torch._dynamo.reset()  # else it stops compiling after a few shapes
+    return {"eager": eager, "torch_compile": torch.compile(eager, dynamic=False)}
 
 
 def tensors(
@@ -21,7 +37,6 @@ def tensors(
     return x, residual, weight, bias
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestNorm:
     def case(self, suite, op, dtype, shape, run, eager, passes):
@@ -31,7 +46,7 @@ class TestNorm:
             name=f"{op}/{dtype}/{rows}x{hidden}",
             make=lambda: tensors(rows, hidden, DTYPES[dtype], suite.device),
             run=run,
-            peers={"eager": eager},
+            peers=peers(eager, suite.device),
             bytes_moved=passes * rows * hidden * size,
         )
 

@@ -1,15 +1,21 @@
-"""rotary_embedding_ against the usual eager composition (rotate_half)."""
+"""rotary_embedding_ against the usual composition (rotate_half), eager and compiled."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from bench.bench_norm import peers
 from bench.harness import Case
 from fastinfer import ops
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIM, POSITIONS = 128, 4096
+TOKENS = {"cpu": [1, 64, 1024], "cuda": [1, 64, 8192]}
+
+
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("tokens", TOKENS[metafunc.config.getoption("--bench-device")])
 
 
 def eager(q, k, positions, cos_sin):
@@ -20,7 +26,6 @@ def eager(q, k, positions, cos_sin):
         x.copy_(x * cos + torch.cat((-second, first), -1) * sin)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embedding_(record, suite, dtype, tokens):
     heads, kv_heads = 32, 8
@@ -39,7 +44,7 @@ def test_rotary_embedding_(record, suite, dtype, tokens):
             name=f"rotary_embedding_/{dtype}/{tokens}x{heads}-{kv_heads}x{HEAD_DIM}",
             make=make,
             run=ops.rotary_embedding_,
-            peers={"eager": eager},
+            peers=peers(eager, suite.device),
             bytes_moved=2 * tokens * (heads + kv_heads) * HEAD_DIM * DTYPES[dtype].itemsize,
         )
     )

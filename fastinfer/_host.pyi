@@ -93,7 +93,7 @@ class BlockManager:
         """
 
     def reserve_each(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> int:
-        """`reserve` for one sequence after the other, until one fails; returns how many got theirs."""
+        """`reserve` for one after the other, until one fails; returns how many got theirs."""
 
     def record(
         self, seq_ids: Sequence[int], num_computed: Sequence[int], tokens: Sequence[int]

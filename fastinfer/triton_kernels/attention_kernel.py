@@ -107,19 +107,20 @@ def _keys(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, ISOLATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys [start, stop) into the running softmax.
 
     MASKED: some may be outside [low, high) or hidden from some rows. Otherwise all are seen by all.
-    ISOLATE: NaN and infinite values spoil only the rows that see them.
+    ISOLATE: NaN and infinite values spoil only the rows that see them. STAGES of the pipeline;
+    None: those of the launch.
     """
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     dtype: tl.constexpr = q.dtype
     if LAYOUT == _PAGED:
         pages = _pages(table_row, table_stride, start, low, high, BLOCK_N, BLOCK_SIZE)
-    for begin in range(start, stop, BLOCK_N):
+    for begin in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         begin = tl.multiple_of(begin, BLOCK_N)
         n = begin + tl.arange(0, BLOCK_N)
         present = (n >= low) & (n < high)
@@ -345,7 +346,7 @@ def _unit(
                 v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
                 window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
                 BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
-                SOFTCAP, TREE, LEFT, RIGHT, True, False, PRECISION,
+                SOFTCAP, TREE, LEFT, RIGHT, True, False, None, PRECISION,
             )  # fmt: skip
         else:
             full_begin = tl.minimum(full_begin, start)
@@ -357,7 +358,7 @@ def _unit(
             v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
             window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
             BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
-            SOFTCAP, TREE, LEFT, RIGHT, False, False, PRECISION,
+            SOFTCAP, TREE, LEFT, RIGHT, False, False, None, PRECISION,
         )  # fmt: skip
         start = full_end
     acc, m, norm = _keys(
@@ -367,22 +368,23 @@ def _unit(
         v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
         window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
         BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
-        SOFTCAP, TREE, LEFT, RIGHT, True, False, PRECISION,
+        SOFTCAP, TREE, LEFT, RIGHT, True, False, None, PRECISION,
     )  # fmt: skip
-    if (LEFT or RIGHT or TREE) and not ONE_TOKEN:
+    if (LEFT or RIGHT or TREE) and not ONE_TOKEN:  # noqa: SIM102 (decided by the compiler)
         # 0 * NaN: a NaN or an infinity among the values has reached rows that do not see it. The
-        # tile is computed again in a way that keeps them apart.
+        # tile is computed again in a way that keeps them apart, in the same steps: the other rows
+        # get the same bits.
         if tl.max(tl.max(((acc - acc) != 0.0).to(tl.int32), 1), 0) != 0:
             acc, m, norm = _keys(
                 tl.zeros([BLOCK_M, DV], tl.float32),
                 tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                q_tile, low // 16 * 16, high, low, high, step_begin,
+                q_tile, low // BLOCK_N * BLOCK_N, high, low, high, step_begin,
                 k_base, v_base, k_outer, k_token, v_outer, v_token,
                 k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
                 v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
-                window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, 16, LAYOUT,
+                window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
                 BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
-                SOFTCAP, TREE, LEFT, RIGHT, True, True, PRECISION,
+                SOFTCAP, TREE, LEFT, RIGHT, True, True, 1, PRECISION,
             )  # fmt: skip
 
     # Results: m in base 2, lse natural and without the sink.

@@ -177,7 +177,7 @@ def _store_item(at, mask, sequence, q_begin, q_count, k_begin, k_end, partial, s
 
 def partial_rows(total_q: int, max_seqlen_k: int) -> int:
     """The most token rows that a plan leaves unmerged, as csrc/checks/attention_plan.h has it."""
-    return min(_MAX_PARTIAL_ROWS, total_q * triton.cdiv(max_seqlen_k, MIN_SPLIT))
+    return min(_MAX_PARTIAL_ROWS, total_q * -(-max_seqlen_k // MIN_SPLIT))
 
 
 def plan_rows(num_sequences: int, total_q: int, group: int, max_seqlen_k: int) -> int:

@@ -120,14 +120,6 @@ def _plan(tokens: int, dtype: torch.dtype) -> Arguments:
     }
 
 
-def _paged_planned(tokens: int, dtype: torch.dtype) -> Arguments:
-    arguments = _paged(tokens, dtype)
-    sizes = {"total_q": tokens, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
-    names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
-    plan = torch.ops.fastinfer.plan_attention(**sizes, **{n: arguments[n] for n in names})
-    return {**arguments, "plan": plan}
-
-
 def _merge(tokens: int, dtype: torch.dtype) -> Arguments:
     return {
         "outs": torch.randn(3, tokens, HEADS, VALUE_DIM).to(dtype),
@@ -230,7 +222,7 @@ def _sample(tokens: int, dtype: torch.dtype) -> Arguments:
 _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "flash_attention": {"plain": _dense, "tree": _dense_tree},
     "flash_attention_varlen": {"plain": _varlen, "tree": _varlen_tree},
-    "paged_attention": {"plain": _paged, "int8_tree": _paged_int8, "planned": _paged_planned},
+    "paged_attention": {"plain": _paged, "int8_tree": _paged_int8, "planned": _paged},
     "plan_attention": {"plain": _plan},
     "merge_attention_states": {"plain": _merge, "dense": _merge_dense},
     "append_paged_kv_cache_": {"plain": _append, "int8": _append_int8, "fp8": _append_fp8},
@@ -248,23 +240,40 @@ VARIANTS = [(op, variant) for op, makers in _MAKERS.items() for variant in maker
 
 
 def make(
-    op: str, variant: str = "plain", *, tokens: int = 5, dtype: torch.dtype = torch.float32
+    op: str,
+    variant: str = "plain",
+    *,
+    tokens: int = 5,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Arguments:
-    """Arguments of one valid call."""
-    return _MAKERS[op][variant](tokens, dtype)
+    """Arguments of one valid call; the same values on every device."""
+    arguments = on_device(_MAKERS[op][variant](tokens, dtype), device)
+    if variant == "planned":
+        arguments["plan"] = _plan_of(arguments, tokens)
+    return arguments
 
 
-def everything(op: str) -> Arguments:
+def on_device(arguments: Arguments, device: str) -> Arguments:
+    """The same call on another device."""
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
+def _plan_of(arguments: Arguments, tokens: int) -> Tensor:
+    """Plans are opaque: one is made by the backend that reads it."""
+    sizes = {"total_q": tokens, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
+    return torch.ops.fastinfer.plan_attention(**sizes, **{n: arguments[n] for n in names})
+
+
+def everything(op: str, device: str = "cpu") -> Arguments:
     """Arguments of one valid call in which every tensor argument of the op is there."""
     variant = {"paged_attention": "int8_tree", "append_paged_kv_cache_": "int8"}.get(op, "plain")
     if op in ("flash_attention", "flash_attention_varlen"):
         variant = "tree"
-    arguments = make(op, variant)
+    arguments = make(op, variant, device=device)
     if op == "paged_attention":
-        sizes = {"total_q": 5, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
-        names = ("cu_seqlens_q", "seq_lens", "max_seqlen_q", "max_seqlen_k")
-        given = {name: arguments[name] for name in names}
-        arguments["plan"] = torch.ops.fastinfer.plan_attention(**sizes, **given)
+        arguments["plan"] = _plan_of(arguments, 5)
     return arguments
 
 

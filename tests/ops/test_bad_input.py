@@ -120,20 +120,20 @@ def spread(x: Tensor) -> Tensor:
 
 @by_tensor
 def test_wrong_dtype(backend: Backend, op: str, name: str) -> None:
-    for dtype in wrong_dtypes(everything(op)[name]):
-        arguments = everything(op)
+    for dtype in wrong_dtypes(everything(op, backend.device)[name]):
+        arguments = everything(op, backend.device)
         arguments[name] = arguments[name].to(dtype)
         assert_refused(backend, op, arguments, [name])
 
 
 @by_tensor
 def test_wrong_rank(backend: Backend, op: str, name: str) -> None:
-    original = everything(op)[name]
+    original = everything(op, backend.device)[name]
     wrong = [original.flatten()[0]]
     if (op, name) not in ANY_RANK:
         wrong.append(original.unsqueeze(0))
     for x in wrong:
-        arguments = everything(op)
+        arguments = everything(op, backend.device)
         arguments[name] = x
         # Where a first argument sets the rank, the one that disagrees with it is named.
         partners = {"outs": ["lses"], "lses": ["outs"], "x": ["residual"], "residual": ["x"]}
@@ -143,7 +143,7 @@ def test_wrong_rank(backend: Backend, op: str, name: str) -> None:
 @pytest.mark.parametrize(("op", "name", "dim"), SIZES)
 def test_size_that_disagrees(backend: Backend, op: str, name: str, dim: int) -> None:
     """Which of two tensors that disagree is named is the op's choice."""
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     x = arguments[name]
     arguments[name] = x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
     assert_refused(backend, op, arguments, tensor_arguments(op))
@@ -159,7 +159,7 @@ def contiguous(arguments: Arguments) -> Arguments:
 
 @by_tensor
 def test_last_dimension_not_dense(backend: Backend, op: str, name: str) -> None:
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     arguments[name] = spread(arguments[name])
     if (op, name) in ANY_STRIDES:
         dense = contiguous(arguments)
@@ -175,14 +175,14 @@ def test_last_dimension_not_dense(backend: Backend, op: str, name: str) -> None:
 @pytest.mark.parametrize(("op", "name"), [t for t in TENSORS if len(tensor_arguments(t[0])) > 1])
 def test_other_device(backend: Backend, op: str, name: str) -> None:
     """One argument on another device; `meta` is the one that is always there."""
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     arguments[name] = arguments[name].to("meta")
     assert_refused(backend, op, arguments, tensor_arguments(op))
 
 
 @by_receiver
 def test_output_of_wrong_dtype_rank_size_or_stride(backend: Backend, op: str, name: str) -> None:
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     good = receivers(op, arguments)
     x = good[name]
     wrong = [
@@ -197,7 +197,7 @@ def test_output_of_wrong_dtype_rank_size_or_stride(backend: Backend, op: str, na
 
 @by_receiver
 def test_output_on_another_device(backend: Backend, op: str, name: str) -> None:
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     good = receivers(op, arguments)
     bad = {**arguments, **good, name: good[name].to("meta")}
     assert_refused(backend, op, bad, [name, *tensor_arguments(op)], "out")
@@ -205,7 +205,7 @@ def test_output_on_another_device(backend: Backend, op: str, name: str) -> None:
 
 @pytest.mark.parametrize(("op", "name"), [(op, n) for op, names in MUTATED.items() for n in names])
 def test_expanded_tensor_that_would_be_written(backend: Backend, op: str, name: str) -> None:
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     x = arguments[name]
     arguments[name] = x[:1].expand(x.shape)
     assert_refused(backend, op, arguments, [name])
@@ -214,11 +214,11 @@ def test_expanded_tensor_that_would_be_written(backend: Backend, op: str, name: 
 @pytest.mark.parametrize(("op", "name"), [t for t in TENSORS if t[1] not in INTEGERS])
 def test_tensor_that_requires_grad(backend: Backend, op: str, name: str) -> None:
     """No op has a derivative: refused while grad mode is on, taken while it is off."""
-    arguments = everything(op)
+    arguments = everything(op, backend.device)
     if not arguments[
         name
     ].is_floating_point():  # a quantized cache; its float form can ask for grad
-        arguments = make(op)
+        arguments = make(op, device=backend.device)
     arguments[name] = arguments[name].clone().requires_grad_()
     wrapper = getattr(backend.ops, op)
     with pytest.raises((RuntimeError, ValueError), match=rf"{op}.*\b{name}\b.*grad"):

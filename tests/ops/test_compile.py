@@ -46,7 +46,7 @@ def test_one_graph_serves_all_token_counts(backend: Backend, op: str, variant: s
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         for tokens in TOKEN_COUNTS:
-            arguments = make(op, variant, tokens=tokens)
+            arguments = make(op, variant, tokens=tokens, device=backend.device)
             eager = results(op, wrapper, copied(arguments))
             assert_same(results(op, compiled, arguments), eager)
 
@@ -68,7 +68,7 @@ def test_recompiling_would_be_noticed() -> None:
 def test_out_arguments(backend: Backend, op: str) -> None:
     """`out` is written, not replaced, when the wrapper is compiled."""
     wrapper = getattr(backend.ops, op)
-    arguments = make(op)
+    arguments = make(op, device=backend.device)
     eager = results(op, wrapper, arguments)
     names = {
         "rms_norm": ["out"],
@@ -93,7 +93,7 @@ def test_inductor(backend: Backend, op: str) -> None:
     wrapper = getattr(backend.ops, op)
     compiled = torch.compile(wrapper, fullgraph=True, dynamic=True)
     for tokens in (3, 9):
-        arguments = make(op, tokens=tokens)
+        arguments = make(op, tokens=tokens, device=backend.device)
         eager = results(op, wrapper, copied(arguments))
         assert_same(results(op, compiled, arguments), eager)
 
@@ -114,13 +114,13 @@ def test_kv_write_through_views_of_one_pool(backend: Backend, compiler: str) -> 
         return out + 1.0
 
     tokens, blocks = 5, 1024
-    cpu = torch.device(backend.device)
-    k, v, q = (torch.randn(tokens, heads, 32, device=cpu) for heads in (2, 2, 4))
-    slots = torch.tensor([0, 1, 17, 1000, 16383], device=cpu)
+    device = torch.device(backend.device)
+    k, v, q = (torch.randn(tokens, heads, 32, device=device) for heads in (2, 2, 4))
+    slots = torch.tensor([0, 1, 17, 1000, 16383], device=device)
     pages: Arguments = {
-        "block_table": torch.tensor([[0, 1], [blocks - 1, 0]], dtype=torch.int32, device=cpu),
-        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32, device=cpu),
-        "seq_lens": torch.tensor([18, 16], dtype=torch.int32, device=cpu),
+        "block_table": torch.tensor([[0, 1], [blocks - 1, 0]], dtype=torch.int32, device=device),
+        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32, device=device),
+        "seq_lens": torch.tensor([18, 16], dtype=torch.int32, device=device),
         "max_seqlen_q": 3,
         "max_seqlen_k": 18,
     }

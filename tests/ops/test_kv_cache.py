@@ -79,14 +79,17 @@ def append_and_check(
     **scales: Tensor,
 ) -> None:
     """The caches and scales hold, bit for bit and in every slot, what the reference says."""
-    expected = reference.append_paged_kv_cache_(k, v, k_cache, v_cache, slot_mapping, **scales)
+    arguments = (k, v, k_cache, v_cache, slot_mapping)
+    expected = reference.append_paged_kv_cache_(
+        *(x.cpu() for x in arguments), **{name: x.cpu() for name, x in scales.items()}
+    )
     result = backend.ops.append_paged_kv_cache_(k, v, k_cache, v_cache, slot_mapping, **scales)
     assert result is None
     names = ("k_cache", "v_cache", "k_scale", "v_scale")
     actual = (k_cache, v_cache, scales.get("k_scale"), scales.get("v_scale"))
     for name, ours, wanted in zip(names, actual, expected, strict=True):
         if ours is not None and wanted is not None:
-            assert_bit_equal(ours.contiguous(), wanted.contiguous(), name)
+            assert_bit_equal(ours.cpu().contiguous(), wanted.contiguous(), name)
 
 
 @by_dtype
@@ -159,7 +162,8 @@ def test_quantization_error_is_half_a_step(
     mapping = torch.arange(64, device=backend.device)
     backend.ops.append_paged_kv_cache_(k, v, *caches, mapping, **scales)
     for x, cache, scale in zip((k, v), caches, scales.values(), strict=True):
-        read = reference.read_pages(cache, scale, torch.arange(4), 64, torch.float64)
+        x = x.cpu()
+        read = reference.read_pages(cache.cpu(), scale.cpu(), torch.arange(4), 64, torch.float64)
         error = (read - x.double()).abs()
         amax = x.double().abs().amax(-1, keepdim=True)
         if storage == INT8:
@@ -218,6 +222,36 @@ def test_infinity_saturates_under_a_static_scale(backend: Backend, storage: torc
     assert caches[0][0, 0, 3, 5].float() == limit and caches[1][0, 1, 4, 7].float() == -limit
 
 
+@pytest.mark.parametrize("source", [*HALF_DTYPES, torch.float32], ids=dtype_name)
+def test_fp8_codes_of_every_value(backend: Backend, source: torch.dtype) -> None:
+    """R19, R34: all 65536 bf16 and fp16 values, and as many float32 ones around codes and their
+    midpoints, get the code that torch's conversion gives the clamped value.
+    """
+    if source == torch.float32:
+        codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+        edges = torch.cat([codes, (codes[1:] + codes[:-1]) / 2])
+        near = edges.view(torch.int32)[:, None] + torch.arange(-16, 17)
+        near = near.clamp(min=0).int().view(torch.float32).flatten()
+        random = torch.randint(-(2**31), 2**31, (2**16 - 2 * near.numel(),)).int()
+        values = torch.cat([near, -near, random.view(torch.float32)])
+    else:
+        values = torch.arange(-(2**15), 2**15).short().view(source)
+    count = 128
+    k = values.view(count, 1, 512).to(backend.device)
+    caches = [pool(16, 1, 8, 512, FP8, device=backend.device) for _ in range(2)]
+    scales = [torch.ones(1, device=backend.device) for _ in range(2)]
+    backend.ops.append_paged_kv_cache_(
+        k, -k, *caches, torch.arange(count, device=backend.device),
+        k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+    for x, cache in ((values, caches[0]), (-values, caches[1])):
+        expected = x.float().clamp(-448, 448).to(FP8)
+        stored = cache.cpu().transpose(1, 2).flatten()
+        nan = x.isnan()
+        assert stored.float()[nan].isnan().all()
+        assert_bit_equal(stored.view(torch.int8)[~nan], expected.view(torch.int8)[~nan])
+
+
 @QUANTIZED
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_stay_visible_under_scales_per_token(
@@ -241,13 +275,13 @@ def test_nan_and_infinity_stay_visible_under_scales_per_token(
         )
         results.append(
             [
-                reference.read_pages(c, s, torch.zeros(1, device=device), 3, torch.float64)
+                reference.read_pages(c.cpu(), s.cpu(), torch.zeros(1), 3, torch.float64)
                 for c, s in zip(caches, scales, strict=True)
             ]
         )
     for ours, wanted, (token, head, element) in zip(*results, ((1, 0, 5), (2, 1, 0)), strict=True):
         assert not ours[token, head, element].isfinite()
-        rest = torch.ones(3, 2, dtype=torch.bool, device=device)
+        rest = torch.ones(3, 2, dtype=torch.bool)
         rest[token, head] = False
         assert torch.equal(ours[rest], wanted[rest])
 
@@ -267,8 +301,8 @@ def test_denormal_rows_stay_finite(backend: Backend, storage: torch.dtype, amax:
     for cache, scale in zip(caches, scales, strict=True):
         assert scale[0, :, :2].isfinite().all() and (scale[0, :, :2] >= 0).all()
         assert cache[0, :, :2].float().isfinite().all()
-        read = reference.read_pages(cache, scale, torch.zeros(1, device=device), 2, torch.float64)
-        assert (read.abs() <= k.double().amax() * 1.5).all() and (read[..., 4] == 0).all()
+        read = reference.read_pages(cache.cpu(), scale.cpu(), torch.zeros(1), 2, torch.float64)
+        assert (read.abs() <= k.cpu().double().amax() * 1.5).all() and (read[..., 4] == 0).all()
 
 
 @by_dtype
@@ -365,8 +399,8 @@ def test_what_was_appended_is_what_attention_reads(backend: Backend, dtype: torc
     mapping = table[0, at // 16].long() * 16 + at % 16
     backend.ops.append_paged_kv_cache_(k, v, k_cache, v_cache, mapping)
     for cache, x in ((k_cache, k), (v_cache, v)):
-        read = reference.read_pages(cache, None, table[0], 20, torch.float64)
-        assert_bit_equal(read.to(dtype), x)
+        read = reference.read_pages(cache.cpu(), None, table[0].cpu(), 20, torch.float64)
+        assert_bit_equal(read.to(dtype), x.cpu())
 
 
 @pytest.mark.parametrize("storage", [torch.float32, INT8, FP8], ids=dtype_name)
@@ -409,8 +443,8 @@ def test_tokens_do_not_see_each_other(backend: Backend) -> None:
 def test_a_slot_past_the_pool_is_refused_before_anything_is_written(
     backend: Backend, storage: torch.dtype, bad: int
 ) -> None:
-    if backend.device != "cpu":
-        pytest.skip("slots are read on the device, unchecked")
+    if not backend.reads_contents:
+        pytest.skip("slots are read on the device: see the next test")
     k, v = tokens(3, torch.float32, "cpu")
     caches = [pool(3, 2, 16, 24, storage) for _ in range(2)]
     scales = {}
@@ -422,6 +456,32 @@ def test_a_slot_past_the_pool_is_refused_before_anything_is_written(
         assert (cache.view(torch.uint8) == CANARY).all()
     for scale in scales.values():
         assert (scale == -77).all()
+
+
+@pytest.mark.parametrize("storage", [torch.float32, INT8, FP8], ids=dtype_name)
+@pytest.mark.parametrize("bad", [48, 2**31, 2**62])
+def test_a_slot_past_the_pool_is_skipped_where_it_is_not_read(
+    backend: Backend, storage: torch.dtype, bad: int
+) -> None:
+    """Where slots are not checked, nothing outside the pool is written."""
+    if backend.reads_contents:
+        pytest.skip("slots are checked: see the test before")
+    device = backend.device
+    k, v = tokens(3, torch.float32, device)
+    caches = [pool(4, 2, 16, 24, storage, device=device) for _ in range(2)]
+    scales = {}
+    if storage != torch.float32:
+        scales = {n: scale_pool(4, 2, 16, False, device) for n in ("k_scale", "v_scale")}
+    results = []
+    for slot in (bad, -1):
+        pools = [x.clone() for x in (*caches, *scales.values())]
+        views = [x[:3] for x in pools]  # a block of canaries follows
+        given = dict(zip(scales, views[2:], strict=True))
+        mapping = torch.tensor([0, slot, 17], device=device)
+        backend.ops.append_paged_kv_cache_(k, v, *views[:2], mapping, **given)
+        results.append(pools)
+    for ours, skipped in zip(*results, strict=True):
+        assert_bit_equal(ours, skipped)
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

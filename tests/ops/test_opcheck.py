@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import Backend
-from tests.ops.op_inputs import OUTPUTS, VARIANTS, make, receivers
+from tests.ops.op_inputs import OUTPUTS, VARIANTS, make, on_device, receivers
 
 ALL_CHECKS = [
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
@@ -15,13 +15,9 @@ def is_fp8(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn
 
 
-def on_device(arguments: dict, device: str) -> dict:
-    return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
-
-
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_functional_and_in_place_overloads(backend: Backend, op: str, variant: str) -> None:
-    arguments = on_device(make(op, variant), backend.device)
+    arguments = make(op, variant, device=backend.device)
     checks = ALL_CHECKS
     if any(is_fp8(x) for x in arguments.values()):
         checks = [c for c in ALL_CHECKS if c != "test_schema"]  # torch compares by arithmetic
@@ -30,7 +26,7 @@ def test_functional_and_in_place_overloads(backend: Backend, op: str, variant: s
 
 @pytest.mark.parametrize(("op", "variant"), [pair for pair in VARIANTS if pair[0] in OUTPUTS])
 def test_out_overloads(backend: Backend, op: str, variant: str) -> None:
-    arguments = on_device(make(op, variant), backend.device)
+    arguments = make(op, variant, device=backend.device)
     arguments |= receivers(op, arguments)
     torch.library.opcheck(getattr(backend.library, op).out, (), arguments)
 
@@ -52,6 +48,6 @@ def test_strided_input(backend: Backend, op: str) -> None:
     "op", ["rms_norm", "flash_attention", "paged_attention", "append_paged_kv_cache_", "sample"]
 )
 def test_half_precision(backend: Backend, op: str, dtype: torch.dtype) -> None:
-    arguments = on_device(make(op, dtype=dtype), backend.device)
+    arguments = make(op, dtype=dtype, device=backend.device)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(backend.library, op).default, (), arguments, test_utils=checks)

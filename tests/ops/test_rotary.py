@@ -72,7 +72,7 @@ def test_long_positions_are_within_one_step(
     cos_sin = backend.ops.rotary_cos_sin(frequencies.to(backend.device), position + 1)
     q, _ = inputs(backend, dtype, 64, 3, 1, 16)
     positions = torch.full((64,), position, device=backend.device)
-    angle = position * frequencies.double()
+    angle = (position * frequencies.double()).to(backend.device)
     first, second = (x.double() for x in reference.rotary_pairs(q, 16, interleaved))
     expected = (
         first * angle.cos() - second * angle.sin(),
@@ -190,12 +190,13 @@ def test_rows_do_not_see_each_other(
     backend: Backend, dtype: torch.dtype, interleaved: bool
 ) -> None:
     """R31."""
-    q, k = inputs(backend, dtype, 256, 3, 1, 20)
-    positions = torch.randint(0, 64, (256,), device=backend.device)
+    batch = 24 if backend.interpreted else 256
+    q, k = inputs(backend, dtype, batch, 3, 1, 20)
+    positions = torch.randint(0, 64, (batch,), device=backend.device)
     cos_sin = table(20, 64, backend.device)
     whole_q, whole_k = q.clone(), k.clone()
     backend.ops.rotary_embedding_(whole_q, whole_k, positions, cos_sin, interleaved=interleaved)
-    for begin, end in ((0, 1), (255, 256), (0, 2), (3, 20), (0, 64)):
+    for begin, end in ((0, 1), (batch - 1, batch), (0, 2), (3, 7), (0, batch // 4)):
         part_q, part_k = q[begin:end].clone(), k[begin:end].clone()
         backend.ops.rotary_embedding_(
             part_q, part_k, positions[begin:end], cos_sin, interleaved=interleaved
@@ -228,8 +229,8 @@ def test_table_offset_beyond_32_bits(backend: Backend) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**31, 2**40])
 def test_position_outside_the_table_is_refused(backend: Backend, bad: int) -> None:
-    if backend.device != "cpu":
-        pytest.skip("positions are read on the device, unchecked")
+    if not backend.reads_contents:
+        pytest.skip("positions are read on the device: see the next test")
     q, k = inputs(backend, torch.float32, 3, 2, 1, 16)
     before = q.clone(), k.clone()
     positions = torch.tensor([0, 3, bad])
@@ -237,6 +238,29 @@ def test_position_outside_the_table_is_refused(backend: Backend, bad: int) -> No
         backend.ops.rotary_embedding_(q, k, positions, table(16, 4, "cpu"))
     assert_bit_equal(q, before[0])
     assert_bit_equal(k, before[1])
+
+
+@by_style
+@pytest.mark.parametrize("bad", [-1, 4, 2**31, 2**40, -(2**63)])
+def test_position_outside_the_table_shows_as_nan(
+    backend: Backend, interleaved: bool, bad: int
+) -> None:
+    """Where positions are not checked, nothing outside the table is read."""
+    if backend.reads_contents:
+        pytest.skip("positions are checked: see the test before")
+    q, k = inputs(backend, torch.float32, 3, 2, 1, 16)
+    positions = torch.tensor([0, bad, 3], device=backend.device)
+    cos_sin = table(12, 4, backend.device)
+    good_q, good_k = q[[0, 2]].clone(), k[[0, 2]].clone()
+    beside = q[..., 12:].clone()
+    backend.ops.rotary_embedding_(q, k, positions, cos_sin, interleaved=interleaved)
+    assert q[1, :, :12].isnan().all() and k[1, :, :12].isnan().all()
+    assert_bit_equal(q[..., 12:].clone(), beside)
+    backend.ops.rotary_embedding_(
+        good_q, good_k, positions[[0, 2]], cos_sin, interleaved=interleaved
+    )
+    assert_bit_equal(q[[0, 2]], good_q)
+    assert_bit_equal(k[[0, 2]], good_k)
 
 
 @pytest.mark.parametrize("rotary_dim", [3, 18])
