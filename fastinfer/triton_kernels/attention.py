@@ -303,7 +303,7 @@ def _merge(
     launch(
         merge_splits_kernel, grid, p.q,
         partial_out, partial_lse, plan, plan.shape[0], p.cu_seqlens_q, p.sinks, p.out, p.lse,
-        p.num_heads, p.max_seqlen_q, *_strides(p.out, DENSE if dense else RAGGED),
+        p.num_heads, *_strides(p.out, DENSE if dense else RAGGED),
         p.lse.stride(0) if dense else 0, p.lse.stride(1) if dense else p.lse.stride(0),
         SINKS=p.sinks is not None, ROWS=rows, SPLITS=splits,
         VALUE_DIM=value_dim, DV=next_power_of_2(value_dim), DENSE=dense, num_warps=4,

@@ -372,17 +372,17 @@ def _unit(
     )  # fmt: skip
     if (LEFT or RIGHT or TREE) and not ONE_TOKEN:  # noqa: SIM102 (decided by the compiler)
         # 0 * NaN: a NaN or an infinity among the values has reached rows that do not see it. The
-        # tile is computed again in a way that keeps them apart, in the same steps: the other rows
-        # get the same bits.
+        # tile is computed again in a way that keeps them apart, in steps that are small so that
+        # this rare case takes no registers from the others.
         if tl.max(tl.max(((acc - acc) != 0.0).to(tl.int32), 1), 0) != 0:
             acc, m, norm = _keys(
                 tl.zeros([BLOCK_M, DV], tl.float32),
                 tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                q_tile, low // BLOCK_N * BLOCK_N, high, low, high, step_begin,
+                q_tile, low // 16 * 16, high, low, high, step_begin,
                 k_base, v_base, k_outer, k_token, v_outer, v_token,
                 k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
                 v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
-                window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
+                window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, 16, LAYOUT,
                 BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
                 SOFTCAP, TREE, LEFT, RIGHT, True, True, 1, PRECISION,
             )  # fmt: skip
@@ -412,7 +412,15 @@ def _unit(
         tl.store(partial_lse + at, row_lse, mask=real)
 
 
-@triton.jit
+# What changes from step to step: no new code for that.
+_VARYING = [
+    "plan", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "tree_mask", "lse_outer",
+    "lse_head", "table_outer", "table_inner", "tree_outer", "seqlen_q", "seqlen_k",
+    "window_left", "window_right", "tile_tokens", "num_programs",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def attention_kernel(
     q, k, v, out, lse, partial_out, partial_lse, plan, cu_seqlens_q, cu_seqlens_k, seq_lens,
     block_table, k_scale, v_scale, sinks, tree_mask,

@@ -49,7 +49,9 @@ def _merge_rows(
     tl.store(lse_at, merged_lse, mask=valid)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["splits", "tokens", "lses_outer", "lses_head", "lse_outer", "lse_head"]
+)
 def merge_states_kernel(
     outs, lses, sinks, out, lse,
     splits, tokens, num_heads,
@@ -72,10 +74,10 @@ def merge_states_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plan", "plan_rows", "cu_seqlens_q", "lse_outer", "lse_head"])
 def merge_splits_kernel(
     partial_out, partial_lse, plan, plan_rows, cu_seqlens_q, sinks, out, lse,
-    num_heads, seqlen_q, out_outer, out_token, out_head, lse_outer, lse_head,
+    num_heads, out_outer, out_token, out_head, lse_outer, lse_head,
     SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, VALUE_DIM: tl.constexpr,
     DV: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip

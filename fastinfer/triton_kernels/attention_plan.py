@@ -56,7 +56,14 @@ def _pieces(low, high, piece):
     return tl.maximum(tl.cdiv(high, piece) - low // piece, 1)
 
 
-@triton.jit
+# What changes from step to step: no new code for that.
+_VARYING = [
+    "cu_seqlens_q", "seq_lens", "plan", "plan_rows", "num_sequences", "total_q", "batch_invariant",
+    "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "slots", "max_partial_rows",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def plan_kernel(
     cu_seqlens_q, seq_lens, plan, plan_rows,
     num_sequences, total_q, num_heads, num_kv_heads, batch_invariant, max_seqlen_q, max_seqlen_k,
@@ -87,7 +94,7 @@ def plan_kernel(
     # Under a causal mask the average tile of a long prompt sees half of the step's own keys.
     work = tl.sum((tiles * (span - tl.minimum(queries, span) // 2)).to(tl.int64), 0)
     if INVARIANT:
-        piece = tl.full([], 0x40000000, tl.int32)  # nothing is cut
+        piece = 0x40000000 + 0 * slots  # nothing is cut; a number that a loop may change
     else:
         share = tl.cdiv(work * num_kv_heads, slots)
         piece = tl.maximum(tl.cdiv(share, MIN_SPLIT) * MIN_SPLIT, MIN_SPLIT).to(tl.int32)

@@ -112,7 +112,7 @@ def _append(
         tl.store(cache_ptrs, code.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity", "slot_mapping_ptr"])
 def append_kernel(
     k_ptr,
     v_ptr,

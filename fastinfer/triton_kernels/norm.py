@@ -131,7 +131,8 @@ def norm_kernel(
 ):
     """out = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, by rows.
 
-    Without CENTRE mean is 0. FUSED: x is residual + x, rounded, and stored in residual.
+    The mean is mean + low: low is what float32 rounded off, much beside a large mean. Without
+    CENTRE it is 0. FUSED: x is residual + x, rounded, and stored in residual.
     """
     if NESTED:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -151,6 +152,7 @@ def norm_kernel(
         # Every pass adds x to the residual again, and the last one stores both: no pass reads what
         # another thread wrote.
         mean = tl.zeros([ROWS], tl.float32)
+        low = tl.zeros([ROWS], tl.float32)
         if CENTRE:
             total = tl.zeros([ROWS, BLOCK], tl.float32)
             for begin in range(0, HIDDEN, BLOCK):
@@ -162,6 +164,7 @@ def norm_kernel(
                 )  # fmt: skip
             mean = tl.div_rn(tl.sum(total, axis=1), HIDDEN * 1.0)
         square = tl.zeros([ROWS, BLOCK], tl.float32)
+        rest = tl.zeros([ROWS, BLOCK], tl.float32)
         for begin in range(0, HIDDEN, BLOCK):
             cols = begin + span
             mask = inside[:, None] & (cols < HIDDEN)[None, :]
@@ -171,8 +174,13 @@ def norm_kernel(
             )  # fmt: skip
             if CENTRE:
                 x = tl.where(mask, x - mean[:, None], 0.0)
+                rest += x
             square += x * x
-        scale = tl.rsqrt(tl.div_rn(tl.sum(square, axis=1), HIDDEN * 1.0) + eps)
+        variance = tl.div_rn(tl.sum(square, axis=1), HIDDEN * 1.0)
+        if CENTRE:
+            low = tl.div_rn(tl.sum(rest, axis=1), HIDDEN * 1.0)
+            variance -= low * low
+        scale = tl.rsqrt(variance + eps)
         for begin in range(0, HIDDEN, BLOCK):
             cols = begin + span
             mask = inside[:, None] & (cols < HIDDEN)[None, :]
@@ -187,7 +195,7 @@ def norm_kernel(
                     mask=mask,
                 )
             _write(
-                out_ptr, out_offset, x, mean, scale, weight_ptr, bias_ptr, weight_offset, cols,
+                out_ptr, out_offset, x, mean, low, scale, weight_ptr, bias_ptr, weight_offset, cols,
                 mask, HIDDEN, CENTRE, HAS_BIAS,
             )  # fmt: skip
     else:
@@ -203,15 +211,18 @@ def norm_kernel(
                 mask=mask,
             )
         mean = tl.zeros([ROWS], tl.float32)
+        low = tl.zeros([ROWS], tl.float32)
         centred = x
         if CENTRE:
             mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
             centred = tl.where(mask, x - mean[:, None], 0.0)
+            low = tl.div_rn(tl.sum(centred, axis=1), HIDDEN * 1.0)
+            centred = tl.where(mask, centred - low[:, None], 0.0)
         square = tl.sum(centred * centred, axis=1)
         scale = tl.rsqrt(tl.div_rn(square, HIDDEN * 1.0) + eps)
         _write(
-            out_ptr, out_offset, x, mean, scale, weight_ptr, bias_ptr, weight_offset, span, mask,
-            HIDDEN, CENTRE, HAS_BIAS,
+            out_ptr, out_offset, x, mean, low, scale, weight_ptr, bias_ptr, weight_offset, span,
+            mask, HIDDEN, CENTRE, HAS_BIAS,
         )  # fmt: skip
 
 
@@ -221,6 +232,7 @@ def _write(
     out_offset,
     x,
     mean,
+    low,
     scale,
     weight_ptr,
     bias_ptr,
@@ -235,7 +247,7 @@ def _write(
     cols = cols[None, :]
     weight = to_float(tl.load(weight_ptr + cols, mask=cols < HIDDEN, other=0.0))
     if CENTRE:
-        x = x - mean[:, None]
+        x = (x - mean[:, None]) - low[:, None]
     y = x * scale[:, None] * (weight + weight_offset)
     if HAS_BIAS:
         bias = to_float(tl.load(bias_ptr + cols, mask=cols < HIDDEN, other=0.0))

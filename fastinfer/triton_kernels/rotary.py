@@ -68,7 +68,7 @@ def _turn(
         tl.store(rows + PAIRS + col, to_element(x1 * sin + x2 * cos, dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions", "positions_ptr"])
 def rotary_kernel(
     q_ptr,  # [T, q_heads, head_dim]
     k_ptr,  # [T, k_heads, head_dim]

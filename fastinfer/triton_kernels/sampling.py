@@ -44,10 +44,13 @@ class SampleConfig:
 
 
 def sample_config(rows: int, vocab: int, num_sms: int) -> SampleConfig:
-    """Enough programs for eight an SM; the threshold's sums may not depend on the batch."""
+    """Enough programs for eight an SM; the threshold's sums may not depend on the batch.
+
+    The programs of a row are a power of two, so that few batch sizes need a kernel of their own.
+    """
     block = min(2048, max(128, triton.next_power_of_2(vocab)))
     steps = triton.cdiv(vocab, block)
-    per_row = min(steps, max(1, triton.cdiv(8 * num_sms, rows)))
+    per_row = min(steps, triton.next_power_of_2(max(1, triton.cdiv(8 * num_sms, rows))))
     chunk = triton.cdiv(steps, per_row) * block
     threshold_block = min(LIST, block * 2) if vocab > block else block
     return SampleConfig(
@@ -104,7 +107,7 @@ def _scaled(x, largest, temperature):
 # ----------------------------------------------------------------------------------------- scan
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "splits"])
 def scan_kernel(
     logits_ptr,  # [B, vocab]
     row_stride,
@@ -326,7 +329,7 @@ def _collect(
     return count, low
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "splits"])
 def threshold_kernel(
     logits_ptr,  # [B, vocab]
     row_stride,
@@ -436,7 +439,7 @@ def _words(first, seed, position, BLOCK: tl.constexpr):
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (BLOCK,))
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "splits"])
 def draw_kernel(
     logits_ptr,  # [B, vocab]
     row_stride,
@@ -521,7 +524,7 @@ def draw_kernel(
     tl.store(drawn_ptr + out, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab", "splits"])
 def finish_kernel(
     max_ptr,  # [B, splits]
     index_ptr,  # [B, splits]

@@ -226,8 +226,13 @@ def test_nan_is_seen_only_where_it_is_visible(backend: Backend, dtype: torch.dty
                 assert lse[0, :, 3].isnan().all()
             clean = [x.clone() for x in inputs]
             clean[which][0, 15:] = 0
-            expected, _ = backend.ops.flash_attention(*clean, **options)
-            assert_bit_equal(out[0, :3].clone(), expected[0, :3].clone())
+            if backend.name == "cpu":
+                expected, _ = backend.ops.flash_attention(*clean, **options)
+                assert_bit_equal(out[0, :3].clone(), expected[0, :3].clone())
+            else:  # which computes such a tile again, in smaller steps
+                wanted, _ = reference.flash_attention(*clean, **options)
+                plain, _ = reference.flash_attention(*clean, **options, dtype=dtype)
+                assert_accurate(out[0, :3], wanted[0, :3], plain[0, :3])
 
 
 def test_nan_query_spoils_only_its_row(backend: Backend) -> None:

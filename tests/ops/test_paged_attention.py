@@ -250,6 +250,9 @@ def test_nan_in_invisible_slots_of_used_pages(
     args, pool, maxima = step(backend, [4], [20], torch.float32, **STORAGES[storage])
     options = {**options, **maxima, **pool.scales}
     clean = backend.ops.paged_attention(*args, **options)
+    kept = {name: value for name, value in options.items() if name not in maxima}
+    wanted, _ = reference.paged_attention(*args, causal=True, **kept)
+    plain, _ = reference.paged_attention(*args, causal=True, **kept, dtype=torch.float32)
     block, offset = pool.block_table[0, 1].long(), 19 % 16
     if storage == "float":
         args[1][block, :, offset], args[2][block, :, offset] = math.nan, math.nan
@@ -257,8 +260,11 @@ def test_nan_in_invisible_slots_of_used_pages(
         assert pool.k_scale is not None and pool.v_scale is not None
         pool.k_scale[block, :, offset], pool.v_scale[block, :, offset] = math.nan, math.nan
     out, lse = backend.ops.paged_attention(*args, **options)
-    assert_bit_equal(out[:3].clone(), clean[0][:3].clone())
-    assert_bit_equal(lse[:, :3].clone(), clean[1][:, :3].clone())
+    if backend.name == "cpu":
+        assert_bit_equal(out[:3].clone(), clean[0][:3].clone())
+        assert_bit_equal(lse[:, :3].clone(), clean[1][:, :3].clone())
+    else:  # which computes such a tile again, in smaller steps
+        assert_accurate(out[:3], wanted[:3], plain[:3])
     assert out[3].isnan().all() and lse[:, 3].isnan().all()
     if "window_left" in options:
         args, pool, maxima = step(backend, [1], [20], torch.float32, **STORAGES[storage])

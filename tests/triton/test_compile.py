@@ -10,30 +10,23 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import fastinfer.triton_kernels as kernels
 from fastinfer.triton_kernels.launch import INTERPRETED, Device
+from tests.triton.recording import BF16, FP16, FP32, Launch, recorded, resources
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1 makes kernels that cannot be compiled"
 )
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICES = {90: Device((9, 0), 132, 227 << 10), 80: Device((8, 0), 108, 163 << 10)}
 SHARED_MEMORY = 64 << 10
 """What these kernels may use: even the smallest GPUs have it (R33)."""
@@ -155,80 +148,6 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
 """Name -> the op and what makes the arguments of its launcher."""
 
 
-# -------------------------------------------------------------------------------------- recording
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One recorded launch."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def compile(self, capability: int) -> Any:
-        """To a cubin."""
-        compiler_options = {
-            name: value for name, value in self.options.items() if name not in self._names
-        }
-        target = GPUTarget("cuda", capability, 32)
-        return triton.compile(self._source(), target=target, options=compiler_options)
-
-    @property
-    def _names(self) -> list[str]:
-        return [p.name for p in self.kernel.params]
-
-    def _source(self) -> ASTSource:
-        """The types, constants and divisibility that Triton's launcher finds in the arguments."""
-        given = {**dict(zip(self._names, self.args, strict=False)), **self.options}
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        hints: dict[tuple[int, ...], list[Any]] = {}
-        for index, parameter in enumerate(self.kernel.params):
-            value = given[parameter.name]
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = getattr(value, "value", value)
-            elif isinstance(value, Tensor):
-                signature[parameter.name] = "*" + _TYPES[value.dtype]
-                if value.data_ptr() % 16 == 0:
-                    hints[(index,)] = [["tt.divisibility", 16]]
-            elif isinstance(value, int):
-                if value == 1 and not parameter.do_not_specialize:
-                    signature[parameter.name] = "constexpr"
-                    constants[parameter.name] = 1
-                    continue
-                signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0 and not parameter.do_not_specialize:
-                    hints[(index,)] = [["tt.divisibility", 16]]
-            else:
-                assert isinstance(value, float), (parameter.name, value)
-                signature[parameter.name] = "fp32"
-        return ASTSource(self.kernel, signature, constants, hints)
-
-
-_TYPES = {
-    FP32: "fp32", BF16: "bf16", FP16: "fp16", torch.float64: "fp64", torch.int8: "i8",
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-}  # fmt: skip
-
-
-@contextmanager
-def recorded(module: Any, device: Device) -> Iterator[list[Launch]]:
-    """Within, the launches of a module's launchers are recorded and not carried out."""
-    launches: list[Launch] = []
-
-    def record(kernel: Any, grid: Any, like: Tensor, *args: Any, **options: Any) -> None:
-        assert all(size >= 1 for size in grid), grid
-        launches.append(Launch(kernel, args, options))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "launch", record)
-        if hasattr(module, "device_of"):
-            patch.setattr(module, "device_of", lambda index: device)
-        yield launches
-
-
 def launches_of(case: str, capability: int = 90) -> list[Launch]:
     """What the case's launcher launches."""
     op, make = CASES[case]
@@ -237,18 +156,6 @@ def launches_of(case: str, capability: int = 90) -> list[Launch]:
         getattr(module, op)(*make())
     assert launches
     return launches
-
-
-def resources(compiled: Any, folder: Path) -> dict[str, int]:
-    """Registers, stack and local memory of a cubin's kernel, as cuobjdump tells."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    found = str(tool) if tool.is_file() else shutil.which("cuobjdump")
-    assert found is not None, "Triton comes with cuobjdump"
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command = [found, "--dump-resource-usage", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
 # ------------------------------------------------------------------------------------------ tests

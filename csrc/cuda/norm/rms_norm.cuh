@@ -49,25 +49,29 @@ __device__ inline float block_sum(float value) {
 }
 
 // kVectorised: every row of x, out, residual and the weight begin on a 16-byte boundary and hidden
-// is a whole number of vectors.
+// is a whole number of vectors. Otherwise a thread takes the same elements one by one, so that sums
+// have one order and a row's bits do not depend on its address.
 template <class T, class W, bool kVectorised>
 __global__ void __launch_bounds__(kRmsNormThreads)
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
   using Vec = Vector<T>;
-  constexpr int kSize = kVectorised ? Vec::kSize : 1;
+  constexpr int kSize = Vec::kSize;
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
   T* out = static_cast<T*>(p.out) + p.out_rows.offset(row);
   T* residual = p.residual ? static_cast<T*>(p.residual) + p.residual_rows.offset(row) : nullptr;
   const W* weight = static_cast<const W*>(p.weight);
-  const int64_t vectors = p.hidden / kSize;
+  const int64_t vectors = (p.hidden + kSize - 1) / kSize;
 
   const auto load = [&](const T* from, int64_t i) {
     Vec v;
     if constexpr (kVectorised) {
       v = reinterpret_cast<const Vec*>(from)[i];
     } else {
-      v.v[0] = from[i];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        v.v[e] = i * kSize + e < p.hidden ? from[i * kSize + e] : T(0.0f);
+      }
     }
     return v;
   };
@@ -75,7 +79,10 @@ __global__ void __launch_bounds__(kRmsNormThreads)
     if constexpr (kVectorised) {
       reinterpret_cast<Vec*>(to)[i] = v;
     } else {
-      to[i] = v.v[0];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if (i * kSize + e < p.hidden) to[i * kSize + e] = v.v[e];
+      }
     }
   };
 
@@ -108,7 +115,10 @@ __global__ void __launch_bounds__(kRmsNormThreads)
     if constexpr (kVectorised) {
       w = reinterpret_cast<const Vector<W, Vec::kSize>*>(weight)[i];
     } else {
-      w.v[0] = weight[i];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        w.v[e] = i * kSize + e < p.hidden ? weight[i * kSize + e] : W(0.0f);
+      }
     }
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
