@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,8 +15,12 @@ SHAPES = {
 }
 
 
+ON_GPU = ["bf16"]
+
+
 def pytest_generate_tests(metafunc):
     device = metafunc.config.getoption("--bench-device")
+    metafunc.parametrize("dtype", DTYPES if device == "cpu" else ON_GPU)
     metafunc.parametrize("shape", SHAPES[device], ids=lambda s: f"{s[0]}x{s[1]}")
 
 
@@ -37,7 +40,6 @@ def tensors(
     return x, residual, weight, bias
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 class TestNorm:
     def case(self, suite, op, dtype, shape, run, eager, passes):
         rows, hidden = shape
