@@ -168,7 +168,7 @@ def _run_planned(p: _Problem, plan: Tensor | None, workspace: Tensor | None) -> 
             p.max_seqlen_k, p.window_left, p.window_right, p.batch_invariant, plan,
         )  # fmt: skip
     value_dim = p.v.shape[-1]
-    partial_out = partial_lse = None
+    partial_out = partial_lse = p.lse  # not used: the plan cuts nothing
     if max_partial > 0:
         if workspace is None:
             floats = max_partial * p.num_heads * (value_dim + 1)

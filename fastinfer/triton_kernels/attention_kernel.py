@@ -112,8 +112,8 @@ def _keys(
     """Takes the keys [start, stop) into the running softmax.
 
     MASKED: some may be outside [low, high) or hidden from some rows. Otherwise all are seen by all.
-    ISOLATE: NaN and infinite values spoil only the rows that see them. STAGES of the pipeline;
-    None: those of the launch.
+    ISOLATE: NaN and infinite values make NaN of the rows that see them, and of no others. STAGES of
+    the pipeline; None: those of the launch.
     """
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
@@ -214,12 +214,11 @@ def _keys(
         else:
             v = _decode(v, V_FORMAT, dtype)
         if ISOLATE:
-            wide_v = v.to(tl.float32)
-            spoiled = (wide_v - wide_v) != 0.0
-            zeros = tl.zeros([q.shape[0], DV], tl.float32)
-            seen_by = _dot(visible.to(tl.float16), spoiled.to(tl.float16), zeros, PRECISION)
-            acc = tl.where(seen_by > 0.0, float("nan"), acc)
-            v = tl.where(spoiled, 0.0, wide_v).to(dtype)
+            spoiled = (v.to(tl.float32) - v.to(tl.float32)) != 0.0
+            bad = tl.max(spoiled.to(tl.int32), 1) != 0
+            hit = tl.max((visible & bad[None, :]).to(tl.int32), 1) != 0
+            acc = tl.where(hit[:, None], float("nan"), acc)
+            v = tl.where(spoiled, 0.0, v.to(tl.float32)).to(dtype)
         acc = _dot(p.to(dtype), v, acc, PRECISION)
     return acc, m, norm
 

@@ -194,8 +194,10 @@ def norm_kernel(
                     to_element(x, residual_ptr.dtype.element_ty),
                     mask=mask,
                 )
+            if CENTRE:
+                x = x - mean[:, None]
             _write(
-                out_ptr, out_offset, x, mean, low, scale, weight_ptr, bias_ptr, weight_offset, cols,
+                out_ptr, out_offset, x, low, scale, weight_ptr, bias_ptr, weight_offset, cols,
                 mask, HIDDEN, CENTRE, HAS_BIAS,
             )  # fmt: skip
     else:
@@ -210,18 +212,18 @@ def norm_kernel(
                 to_element(x, residual_ptr.dtype.element_ty),
                 mask=mask,
             )
-        mean = tl.zeros([ROWS], tl.float32)
         low = tl.zeros([ROWS], tl.float32)
-        centred = x
         if CENTRE:
             mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
-            centred = tl.where(mask, x - mean[:, None], 0.0)
-            low = tl.div_rn(tl.sum(centred, axis=1), HIDDEN * 1.0)
-            centred = tl.where(mask, centred - low[:, None], 0.0)
-        square = tl.sum(centred * centred, axis=1)
-        scale = tl.rsqrt(tl.div_rn(square, HIDDEN * 1.0) + eps)
+            x = tl.where(mask, x - mean[:, None], 0.0)
+            # Neither sum waits for the other.
+            low = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
+            variance = tl.div_rn(tl.sum(x * x, axis=1), HIDDEN * 1.0) - low * low
+        else:
+            variance = tl.div_rn(tl.sum(x * x, axis=1), HIDDEN * 1.0)
+        scale = tl.rsqrt(variance + eps)
         _write(
-            out_ptr, out_offset, x, mean, low, scale, weight_ptr, bias_ptr, weight_offset, span,
+            out_ptr, out_offset, x, low, scale, weight_ptr, bias_ptr, weight_offset, span,
             mask, HIDDEN, CENTRE, HAS_BIAS,
         )  # fmt: skip
 
@@ -232,7 +234,6 @@ def _write(
     out_offset,
     x,
     mean,
-    low,
     scale,
     weight_ptr,
     bias_ptr,
@@ -247,7 +248,7 @@ def _write(
     cols = cols[None, :]
     weight = to_float(tl.load(weight_ptr + cols, mask=cols < HIDDEN, other=0.0))
     if CENTRE:
-        x = (x - mean[:, None]) - low[:, None]
+        x = x - mean[:, None]
     y = x * scale[:, None] * (weight + weight_offset)
     if HAS_BIAS:
         bias = to_float(tl.load(bias_ptr + cols, mask=cols < HIDDEN, other=0.0))

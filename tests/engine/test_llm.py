@@ -98,7 +98,8 @@ def test_the_three_kinds_of_prompt(llm):
 def test_one_params_for_each_prompt(llm):
     outputs = llm.generate(["the", "fox"], [greedy(3), greedy(5)])
     assert [len(o.token_ids) for o in outputs] == [3, 5]
-    assert len(llm.generate("the")[0].token_ids) == 16
+    (default,) = llm.generate("the")
+    assert len(default.token_ids) == 16 or default.finish_reason == "stop"
 
 
 def test_n_completions_have_their_own_seeds(llm):

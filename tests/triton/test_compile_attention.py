@@ -50,7 +50,8 @@ def paged(
     right = -1 if tree else 0
     return [
         q, cache, cache.clone(), table, cu, lens, queries, 8192, 0.1, options.get("left", -1),
-        right, options.get("softcap", 0.0), options.get("sinks"), mask, False, scale, scale,
+        right, options.get("softcap", 0.0), options.get("sinks"), mask,
+        options.get("invariant", False), scale, scale,
         plan, None, torch.empty_like(q), torch.empty(2 * group, 3 * queries),
     ]  # fmt: skip
 
@@ -74,6 +75,7 @@ FULL = [  # on the large GPU: every form of the kernel
     ("flash_attention", lambda: dense(192, 128, FP16, left=100)),
     ("flash_attention", lambda: dense(64, 64, FP32)),
     ("paged_attention", lambda: paged(128, 1)),
+    ("paged_attention", lambda: paged(64, 5, invariant=True)),
     ("paged_attention", lambda: paged(128, 1, stored=INT8, block=128)),
     ("paged_attention", lambda: paged(128, 8, stored=FP8, tree=True, left=64)),
     ("paged_attention", lambda: paged(64, 300, group=3, softcap=30.0, sinks=torch.empty(6))),
