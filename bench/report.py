@@ -1,5 +1,5 @@
-"""Writes the README's benchmark tables from bench/results: `python -m bench.report` (`--check` only
-compares).
+"""Writes the README's benchmark tables and its plots from bench/results: `python -m bench.report`
+(`--check` only compares the tables). Plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from bench.harness import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
+PLOTS = Path(__file__).parent / "plots"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -34,7 +35,7 @@ def table(record: dict[str, Any]) -> str:
     peers = sorted({name for row in record["results"] for name in row["peers"]})
     head = [
         "benchmark",
-        *(["us", "share of ceiling"] if on_gpu else []),
+        *(["kernel", "us", "share of ceiling"] if on_gpu else []),
         *(f"vs {p}" for p in peers),
     ]
     summary = f"{record['suite']} — {device}, torch {record['torch']}, {record['date']}"
@@ -49,12 +50,72 @@ def table(record: dict[str, Any]) -> str:
         cells = [f"`{row['name']}`"]
         if on_gpu:
             cells += [
+                row["backend"],
                 f"{row['us']:.1f}",
                 f"{row['ceiling_share']:.2f}" if row["ceiling_share"] else "",
             ]
-        cells += [f"{row['peers'][p]['ratio']:.2f}×" if p in row["peers"] else "" for p in peers]
+        mark = " (recorded)" if row.get("peers_recorded") else ""
+        cells += [
+            f"{row['peers'][p]['ratio']:.2f}×{mark}" if p in row["peers"] else "" for p in peers
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "</details>"])
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    # The same file from the same numbers, and text as text.
+    matplotlib.rcParams.update({"svg.hashsalt": "fastinfer", "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_engine(record: dict[str, Any], path: Path) -> None:
+    """Output tokens a second of each workload, beside the recorded engines."""
+    pyplot = _pyplot()
+    rows = [row for row in record["results"] if "output_tokens_per_s" in row]
+    names = [row["name"].rpartition("/")[0] for row in rows]
+    engines = ["fastinfer", *sorted({peer for row in rows for peer in row["peers"]})]
+    figure, axis = pyplot.subplots(figsize=(9, 3.2))
+    for i, engine in enumerate(engines):
+        ours = engine == "fastinfer"
+        shares = [1.0 if ours else 1.0 / row["peers"][engine]["ratio"] for row in rows]
+        at = [k + (i - (len(engines) - 1) / 2) * 0.26 for k in range(len(rows))]
+        label = engine if ours else f"{engine} (recorded)"
+        axis.bar(at, shares, 0.24, label=label)
+    axis.set_xticks(range(len(rows)), names, fontsize=8)
+    axis.set_ylabel("tokens/s, fastinfer = 1")
+    axis.set_title(
+        f"{record['gpu']}, {rows[0]['name'].rpartition('/')[2]} shape, bf16, {record['date']}"
+    )
+    axis.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def plot_shares(records: list[dict[str, Any]], path: Path) -> None:
+    """How much of the measured copy bandwidth memory-bound kernels reach at their largest sizes."""
+    pyplot = _pyplot()
+    bars = [
+        (row["name"], row["ceiling_share"])
+        for record in records
+        for row in record["results"]
+        if row["backend"] == "triton" and row["tbps"] and row["us"] > 15 and row["ceiling_share"]
+    ]
+    bars.sort(key=lambda bar: bar[1])
+    figure, axis = pyplot.subplots(figsize=(9, 0.24 * len(bars) + 0.8))
+    axis.barh([name for name, _ in bars], [share for _, share in bars])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.tick_params(labelsize=7)
+    axis.set_xlabel("share of the copy bandwidth (reading alone can exceed it)")
+    axis.set_title("Triton kernels, one NVIDIA H200")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def render(readme: str, records: list[dict[str, Any]]) -> str:
@@ -75,6 +136,12 @@ def main() -> int:
     if args.check:
         return 0 if current == wanted else 1
     README.write_text(wanted)
+    PLOTS.mkdir(exist_ok=True)
+    gpu = [record for record in load(RESULTS) if "gpu" in record]
+    plot_shares(gpu, PLOTS / "h200-bandwidth.svg")
+    for record in gpu:
+        if record["suite"] == "engine":
+            plot_engine(record, PLOTS / "h200-engine.svg")
     return 0
 
 
