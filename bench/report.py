@@ -91,7 +91,8 @@ def plot_engine(record: dict[str, Any], path: Path) -> None:
     axis.set_title(
         f"{record['gpu']}, {rows[0]['name'].rpartition('/')[2]} shape, bf16, {record['date']}"
     )
-    axis.legend(fontsize=8, loc="lower right")
+    axis.set_ylim(0, 1.35)
+    axis.legend(fontsize=8, loc="upper center", ncols=len(engines))
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
