@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ if not PATH.is_file():
         f"fastinfer: the ops library {PATH.name} is missing beside {Path(__file__).name}; "
         "install fastinfer (pip install .) or build it in place (python setup.py develop_inplace)"
     )
+_backend = os.environ.get("FASTINFER_BACKEND", "")
+if _backend not in ("", "triton"):
+    raise ImportError(f"FASTINFER_BACKEND: expected 'triton' or nothing, got {_backend!r}")
 torch.ops.load_library(str(PATH))
 
 import fastinfer.triton_kernels  # noqa: E402, F401  (its kernels need the schemas)

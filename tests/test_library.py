@@ -80,3 +80,32 @@ def test_import_starts_no_cuda_context_and_needs_core_packages_only() -> None:
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "interpreted", "expected"),
+    [("", "0", "cpu"), ("triton", "0", "cpu"), ("triton", "1", "triton"), ("", "1", "cpu")],
+)
+def test_the_backend_of_cpu_tensors(wanted: str, interpreted: str, expected: str) -> None:
+    """What `doctor` says, and that an op runs whatever the environment asks for."""
+    code = (
+        "import torch, fastinfer.ops as ops\n"
+        "kernels = {backend for backend, _ in ops.backends('cpu').values()}\n"
+        "x = torch.randn(2, 8)\n"
+        "expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()\n"
+        "torch.testing.assert_close(ops.rms_norm(x, torch.ones(8)), expected)\n"
+        "print(*kernels)\n"
+    )
+    env = os.environ | {"FASTINFER_BACKEND": wanted, "TRITON_INTERPRET": interpreted}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    )
+    assert out.stdout.split() == [expected]
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    env = os.environ | {"FASTINFER_BACKEND": "cuda"}
+    run = subprocess.run(
+        [sys.executable, "-c", "import fastinfer"], env=env, capture_output=True, text=True
+    )
+    assert run.returncode != 0 and "FASTINFER_BACKEND: expected 'triton'" in run.stderr

@@ -45,7 +45,7 @@ void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("silu_and_mul", TORCH_BOX(&fastinfer::functional::silu_and_mul<&silu_and_mul_out>));
   m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));

@@ -234,7 +234,7 @@ void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& 
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("flash_attention",
          TORCH_BOX(&fastinfer::functional::flash_attention<&flash_attention_out>));

@@ -86,7 +86,7 @@ void append_paged_kv_cache_(const Tensor& k, const Tensor& v, const Tensor& k_ca
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("append_paged_kv_cache_", TORCH_BOX(&append_paged_kv_cache_));
 }

@@ -49,7 +49,7 @@ void merge_attention_states_out(const Tensor& outs, const Tensor& lses,
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("merge_attention_states",
          TORCH_BOX(&fastinfer::functional::merge_attention_states<&merge_attention_states_out>));

@@ -67,7 +67,7 @@ void fused_add_layer_norm_(const Tensor& x, const Tensor& residual, const Tensor
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("rms_norm", TORCH_BOX(&fastinfer::functional::rms_norm<&rms_norm_out>));
   m.impl("rms_norm.out", TORCH_BOX(&rms_norm_out));

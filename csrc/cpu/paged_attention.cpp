@@ -63,7 +63,7 @@ void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int6
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("paged_attention",
          TORCH_BOX(&fastinfer::functional::paged_attention<&paged_attention_out>));

@@ -40,7 +40,7 @@ void rotary_embedding_(const Tensor& q, const std::optional<Tensor>& k, const Te
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
 }

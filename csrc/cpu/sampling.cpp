@@ -287,7 +287,7 @@ void sample_out(const Tensor& logits, const std::optional<Tensor>& temperature,
 }  // namespace fastinfer::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) return;
+  if (fastinfer::portable_forced_on_cpu()) return;
   using namespace fastinfer::cpu;
   m.impl("sample", TORCH_BOX(&fastinfer::functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));

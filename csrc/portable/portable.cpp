@@ -223,5 +223,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
-  if (fastinfer::portable_forced()) fastinfer::portable::register_all(m, true);
+  if (fastinfer::portable_forced_on_cpu()) fastinfer::portable::register_all(m, true);
 }

@@ -11,11 +11,20 @@
 
 namespace fastinfer {
 
-// FASTINFER_BACKEND=triton: the portable implementation everywhere, also for CPU tensors (under
-// Triton's interpreter) and where a hand-written kernel exists. Read when the library is loaded.
+inline bool environment_is(const char* name, std::string_view wanted) {
+  const char* value = std::getenv(name);
+  return value != nullptr && value == wanted;
+}
+
+// FASTINFER_BACKEND=triton: the portable implementation also where a hand-written kernel exists.
+// Read when the library is loaded, as the next one.
 inline bool portable_forced() {
-  const char* wanted = std::getenv("FASTINFER_BACKEND");
-  return wanted != nullptr && std::string_view(wanted) == "triton";
+  return environment_is("FASTINFER_BACKEND", "triton");
+}
+
+// The same for CPU tensors, on which Triton kernels run in its interpreter alone.
+inline bool portable_forced_on_cpu() {
+  return portable_forced() && environment_is("TRITON_INTERPRET", "1");
 }
 
 // Calls fastinfer::<op> through the dispatcher; it returns nothing.

@@ -56,11 +56,9 @@ def backends(device: str | torch.device | None = None) -> dict[str, tuple[str, s
 def _choose(op: str, device: torch.device) -> tuple[str, str]:
     forced = os.environ.get("FASTINFER_BACKEND") == "triton"
     if device.type == "cpu":
-        if not forced:
-            return "cpu", f"C++, {fastinfer._library.cpu_isa()}"
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return "triton", "FASTINFER_BACKEND=triton, under Triton's interpreter"
-        return "none", "FASTINFER_BACKEND=triton runs on the CPU only with TRITON_INTERPRET=1"
+        if forced and os.environ.get("TRITON_INTERPRET") == "1":
+            return "triton", "FASTINFER_BACKEND=triton, in Triton's interpreter"
+        return "cpu", f"C++, {fastinfer._library.cpu_isa()}"
     missing = _missing_device(device)
     if missing is not None:
         return "none", missing

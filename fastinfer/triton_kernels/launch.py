@@ -18,7 +18,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Device:
     """What the choice of a configuration depends on."""
 
-    capability: tuple[int, int]
     num_sms: int
     shared_memory: int  # bytes a block can have
 
@@ -27,10 +26,10 @@ class Device:
 def device_of(index: int) -> Device:
     """The properties of a GPU, looked up once; those of a small one under the interpreter."""
     if INTERPRETED:
-        return Device((8, 0), 4, 64 << 10)
+        return Device(4, 64 << 10)
     found = torch.cuda.get_device_properties(index)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return Device((found.major, found.minor), found.multi_processor_count, shared)
+    return Device(found.multi_processor_count, shared)
 
 
 # Kernel -> (device, options, what Triton specialises on) -> (compiled kernel, constexprs). Triton's

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1 makes kernels that cannot be compiled"
 )
 
-DEVICES = {90: Device((9, 0), 132, 227 << 10), 80: Device((8, 0), 108, 163 << 10)}
+DEVICES = {90: Device(132, 227 << 10), 80: Device(108, 163 << 10)}
 SHARED_MEMORY = 64 << 10
 """What these kernels may use: even the smallest GPUs have it (R33)."""
 SPILLED = 32
