@@ -18,6 +18,10 @@ if not PATH.is_file():
 _backend = os.environ.get("FASTINFER_BACKEND", "")
 if _backend not in ("", "triton"):
     raise ImportError(f"FASTINFER_BACKEND: expected 'triton' or nothing, got {_backend!r}")
+FORCED = _backend == "triton"
+"""Whether Triton kernels run where hand-written ones exist, as the library found it when loaded."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton kernels run in its interpreter, on CPU tensors."""
 torch.ops.load_library(str(PATH))
 
 import fastinfer.triton_kernels  # noqa: E402, F401  (its kernels need the schemas)
@@ -36,6 +40,13 @@ def cuda_archs() -> list[str]:
 def cuda_ops() -> list[str]:
     """The ops with a hand-written GPU kernel in this build; the others run on Triton."""
     return _build_info("fastinfer_cuda_ops").split()
+
+
+def report_portable_error(text: str) -> None:
+    """Tells the library why a Triton launcher fails: on its way through C++ the error loses its
+    text, and the library raises it with this one.
+    """
+    ctypes.CDLL(str(PATH)).fastinfer_portable_error(text.encode())
 
 
 def _build_info(symbol: str) -> str:

@@ -109,3 +109,19 @@ def test_an_unknown_backend_is_refused() -> None:
         [sys.executable, "-c", "import fastinfer.ops"], env=env, capture_output=True, text=True
     )
     assert run.returncode != 0 and "FASTINFER_BACKEND: expected 'triton'" in run.stderr
+
+
+def test_the_reason_why_a_launcher_fails_is_told() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fastinfer.ops as ops\n"
+        "try:\n"
+        "    ops.rms_norm(torch.randn(2, 8), torch.ones(8))\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    env = os.environ | {"FASTINFER_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    )
+    assert "fastinfer::_portable_rms_norm: " in out.stdout and "triton" in out.stdout

@@ -10,6 +10,20 @@
 #include "../functional.h"
 #include "norm.h"
 
+namespace fastinfer {
+
+std::string& portable_error() {
+  static thread_local std::string text;
+  return text;
+}
+
+}  // namespace fastinfer
+
+// Called by fastinfer/_library.py.
+extern "C" __attribute__((visibility("default"))) void fastinfer_portable_error(const char* text) {
+  fastinfer::portable_error() = text;
+}
+
 namespace fastinfer::portable {
 
 // ---- norms (the hand-written kernels come here as well)

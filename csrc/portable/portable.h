@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "../torch_utils.h"
@@ -27,11 +29,18 @@ inline bool portable_forced_on_cpu() {
   return portable_forced() && environment_is("TRITON_INTERPRET", "1");
 }
 
+// Why the last launcher of this thread failed: an error from Python crosses the stable ABI without
+// its text, so the launcher leaves it here.
+std::string& portable_error();
+
 // Calls fastinfer::<op> through the dispatcher; it returns nothing.
 template <class... Args>
 void call_portable(const char* op, const Args&... args) {
   StableIValue stack[] = {torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  portable_error().clear();
+  if (torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string(op) + ": " + portable_error());
+  }
 }
 
 }  // namespace fastinfer

@@ -101,7 +101,7 @@ class LLM:
             raise ValueError(
                 f"LLM: gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
             )
-        if batching not in _SCHEDULERS:
+        if not isinstance(batching, str) or batching not in _SCHEDULERS:
             raise ValueError(
                 f"LLM: batching must be one of {', '.join(map(repr, _SCHEDULERS))}, "
                 f"got {batching!r}"

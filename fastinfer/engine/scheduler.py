@@ -124,8 +124,9 @@ class Scheduler:
             )
         self._kv.add(request.request_id, request.prompt_token_ids)  # refuses an id in use
         p = request.params
+        top_k = min(p.top_k, 2**31 - 1)  # above every vocabulary: off
         self._kv.set_sampling(
-            request.request_id, p.temperature, p.top_k, p.top_p, p.min_p, request.seed
+            request.request_id, p.temperature, top_k, p.top_p, p.min_p, request.seed
         )
         request.max_output_tokens = max_output
         self._requests[request.request_id] = request

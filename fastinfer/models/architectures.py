@@ -6,6 +6,7 @@ decoder computes follows from the fields of `ModelConfig` alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +155,8 @@ def _uniform_window(fields: Fields, default: int | None) -> dict[str, Any]:
     window = optional_integer(fields, "sliding_window", default=default)
     layers = _layers(fields, window, lambda layer: True)
     if layers.get("sliding_window") != window or layers.get("sliding_layers"):
-        raise unsupported("layer_types", fields["layer_types"], "the same type for all layers")
+        expected = f"the same type for all layers, as sliding_window = {window} has it"
+        raise unsupported("layer_types", fields["layer_types"], expected)
     return layers
 
 
@@ -237,10 +239,14 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     local = _object(rope, SLIDING)
     if hf_scaling(local, max_position_embeddings=1) is not None:
         raise unsupported(f"rope_parameters.{SLIDING}.rope_type", local, "'default'")
-    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-    pattern = integer({"sliding_window_pattern": pattern}, "sliding_window_pattern")
+    pattern = integer(fields, "sliding_window_pattern", default=6)
     if pattern < 1:
         raise ValueError(f"model config: sliding_window_pattern must be >= 1, got {pattern}")
+    scalar = number(fields, "query_pre_attn_scalar", default=256.0)
+    if not 0 < scalar < math.inf:
+        raise ValueError(
+            f"model config: query_pre_attn_scalar must be a finite number > 0, got {scalar}"
+        )
     window = optional_integer(fields, "sliding_window", default=4096)
     theta = number(fields, "rope_theta", default=1e6)
     local_theta = number(fields, "rope_local_base_freq", default=10000.0)
@@ -256,7 +262,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
         "post_norms": True,
         "norm_weight_offset": 1.0,
         "scaled_embedding": True,
-        "attention_scale": number(fields, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        "attention_scale": scalar**-0.5,
         "tie_word_embeddings": bool(fields.get("tie_word_embeddings", True)),
     }
 

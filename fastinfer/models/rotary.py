@@ -221,6 +221,8 @@ def _llama3(theta: float, dim: int, scaling: RopeScaling, max_model_len: int) ->
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling, max_model_len: int) -> Tensor:
     """Stretched by how often a pair turns over the original context. Peng et al., "YaRN", 2023."""
+    if theta == 1.0:  # all pairs turn alike
+        raise ValueError("model config: rope_theta must not be 1 with rope_type 'yarn'")
 
     def pair_that_turns(times: float) -> float:
         turns = scaling.original_context / (times * 2 * math.pi)

@@ -7,7 +7,6 @@ family is the file of `fastinfer.ops` that holds its wrapper.
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
@@ -54,9 +53,11 @@ def backends(device: str | torch.device | None = None) -> dict[str, tuple[str, s
 
 
 def _choose(op: str, device: torch.device) -> tuple[str, str]:
-    forced = os.environ.get("FASTINFER_BACKEND") == "triton"
+    forced = fastinfer._library.FORCED
     if device.type == "cpu":
-        if forced and os.environ.get("TRITON_INTERPRET") == "1":
+        if forced and fastinfer._library.INTERPRETED:
+            if importlib.util.find_spec("triton") is None:
+                return "none", "FASTINFER_BACKEND=triton needs the package triton"
             return "triton", "FASTINFER_BACKEND=triton, in Triton's interpreter"
         return "cpu", f"C++, {fastinfer._library.cpu_isa()}"
     missing = _missing_device(device)

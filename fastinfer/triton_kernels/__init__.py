@@ -40,10 +40,16 @@ def _register(op: str, module: str) -> None:
 
     def launch(*args: Any) -> None:
         nonlocal function
-        if function is None:
-            found = importlib.import_module(f"{__name__}.{module}")
-            function = getattr(found, op)
-        function(*args)
+        try:
+            if function is None:
+                found = importlib.import_module(f"{__name__}.{module}")
+                function = getattr(found, op)
+            function(*args)
+        except Exception as error:
+            from fastinfer import _library
+
+            _library.report_portable_error(f"{type(error).__name__}: {error}")
+            raise
 
     for key in ("CUDA", "CPU"):
         _library.impl(f"_portable_{op}", launch, key)

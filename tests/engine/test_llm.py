@@ -102,6 +102,12 @@ def test_one_params_for_each_prompt(llm):
     assert len(default.token_ids) == 16 or default.finish_reason == "stop"
 
 
+def test_a_huge_top_k_is_no_top_k(llm):
+    params = [SamplingParams(seed=3, top_k=k, max_tokens=8, ignore_eos=True) for k in (0, 2**70)]
+    plain, huge = llm.generate(["the", "the"], params)
+    assert plain.token_ids == huge.token_ids
+
+
 def test_n_completions_have_their_own_seeds(llm):
     params = SamplingParams(n=4, seed=5, max_tokens=12, ignore_eos=True)
     (output,) = llm.generate("the", params)

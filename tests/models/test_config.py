@@ -268,3 +268,9 @@ def test_fields_that_do_not_go_together(changes: dict[str, Any], message: str) -
     config = ModelConfig.from_hf(BASE)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("scalar", [0, -4, float("nan"), float("inf")])
+def test_gemma_scale_that_makes_no_sense(scalar: float) -> None:
+    with pytest.raises(ValueError, match="query_pre_attn_scalar must be a finite number > 0"):
+        read("gemma3_text", query_pre_attn_scalar=scalar)
