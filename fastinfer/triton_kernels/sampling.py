@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastinfer.triton_kernels.launch import device_of, launch
-from fastinfer.triton_kernels.rows import full_width, to_float
+from fastinfer.triton_kernels.logits import key_of, load_logits, row_state, scaled_logits
+from fastinfer.triton_kernels.rows import full_width
+from fastinfer.triton_kernels.sampling_threshold import LOWEST_KEY, threshold_kernel
 
-LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float32; -inf is one below
-FEW = tl.constexpr(1024)  # a top-k up to which candidates are collected first
 LIST = 4096  # tokens that can be collected of a row
 UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low bits of a float32 that are the same in all values of the type of a sign."""
@@ -63,47 +63,6 @@ def sample_config(rows: int, vocab: int, num_sms: int) -> SampleConfig:
     )
 
 
-# ------------------------------------------------------------------------------------- elements
-
-
-@triton.jit
-def _load(row_ptr, begin, end, span, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """The logits [begin, begin + BLOCK) of a row as float32; -inf from `end` on.
-
-    `begin` is a multiple of BLOCK, and `end` of VECTOR: so is where the mask ends.
-    """
-    begin = tl.multiple_of(begin, BLOCK)
-    left = tl.multiple_of(tl.minimum(end - begin, BLOCK).to(tl.int32), VECTOR)
-    return to_float(tl.load(row_ptr + begin + span, mask=span < left, other=-float("inf")))
-
-
-@triton.jit
-def _key(x):
-    """float32 as integers of the same order, in which -0 and 0 are equal."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _rank(x, SHIFT: tl.constexpr):
-    """_key without the bits that are the same in all values of the element type."""
-    return _key(x) >> SHIFT
-
-
-@triton.jit
-def _value(rank, SHIFT: tl.constexpr):
-    """The float32 of a rank, nearly."""
-    bits = (rank << SHIFT).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scaled(x, largest, temperature):
-    """(x - largest) / temperature, halved before the subtraction, which could overflow."""
-    half = (x * 0.5 - largest * 0.5) / temperature
-    return half + half
-
-
 # ----------------------------------------------------------------------------------------- scan
 
 
@@ -131,7 +90,7 @@ def scan_kernel(
     step_of = tl.zeros([BLOCK], tl.int32)
     nan = tl.zeros([BLOCK], tl.int1)
     for begin in range(first, end, BLOCK):
-        x = _load(row_ptr, begin, end, span, BLOCK, VECTOR)
+        x = load_logits(row_ptr, begin, end, span, BLOCK, VECTOR)
         nan |= x != x
         above = x > best
         best = tl.where(above, x, best)
@@ -147,269 +106,6 @@ def scan_kernel(
         out = row * tl.num_programs(1) + split
         tl.store(max_ptr + out, largest)
         tl.store(index_ptr + out, tl.where(any_nan, -1 - index, index))
-
-
-@triton.jit
-def _row_state(max_ptr, index_ptr, row, splits, SPLITS: tl.constexpr):
-    """(largest logit, its lowest index, whether the row is valid) from the parts of a scan."""
-    part = tl.arange(0, SPLITS)
-    inside = part < splits
-    maxima = tl.load(max_ptr + row * splits + part, mask=inside, other=-float("inf"))
-    index = tl.load(index_ptr + row * splits + part, mask=inside, other=0)
-    any_nan = tl.max((index < 0).to(tl.int32), axis=0) > 0
-    index = tl.where(index < 0, -1 - index, index)
-    largest = tl.max(maxima, axis=0)
-    argmax = tl.min(tl.where(inside & (maxima == largest), index, 1 << 40), axis=0)
-    return largest, argmax, (largest > -float("inf")) & (any_nan == 0)
-
-
-# ------------------------------------------------------------------------------------ threshold
-#
-# Values are compared by their ranks. Top-k and top-p keep those >= t, the largest rank t for which
-# the values >= t amount to at least a target: k in number, or top_p of the mass. Three pivots
-# between what is known to reach the target (low) and what is known not to (high) are measured in
-# one pass over the row: one in the middle of the ranks, which bounds the number of passes, and two
-# that cut the interval of values evenly, which is faster. The search is over when a single value is
-# between.
-
-
-@triton.jit
-def _measure(
-    source_ptr,
-    count,
-    a,
-    b,
-    c,
-    largest,
-    temperature,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MASS: tl.constexpr,
-):
-    """Number and, with MASS, mass of the values >= each of the ranks a, b, c."""
-    span = tl.arange(0, BLOCK)
-    count_a = tl.zeros([BLOCK], tl.int32)
-    count_b = tl.zeros([BLOCK], tl.int32)
-    count_c = tl.zeros([BLOCK], tl.int32)
-    mass_a = tl.zeros([BLOCK], tl.float32)
-    mass_b = tl.zeros([BLOCK], tl.float32)
-    mass_c = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, count, BLOCK):
-        x = _load(source_ptr, begin, count, span, BLOCK, VECTOR)
-        rank = _rank(x, SHIFT)
-        in_a, in_b, in_c = rank >= a, rank >= b, rank >= c
-        count_a += in_a.to(tl.int32)
-        count_b += in_b.to(tl.int32)
-        count_c += in_c.to(tl.int32)
-        if MASS:
-            mass = tl.exp(_scaled(x, largest, temperature))
-            mass_a += tl.where(in_a, mass, 0.0)
-            mass_b += tl.where(in_b, mass, 0.0)
-            mass_c += tl.where(in_c, mass, 0.0)
-    na = tl.sum(count_a, axis=0).to(tl.int64)
-    nb = tl.sum(count_b, axis=0).to(tl.int64)
-    nc = tl.sum(count_c, axis=0).to(tl.int64)
-    if MASS:
-        ga = tl.sum(mass_a.to(tl.float64), axis=0)
-        gb = tl.sum(mass_b.to(tl.float64), axis=0)
-        gc = tl.sum(mass_c.to(tl.float64), axis=0)
-    else:
-        ga, gb, gc = na.to(tl.float64), nb.to(tl.float64), nc.to(tl.float64)
-    return na, nb, nc, ga, gb, gc
-
-
-@triton.jit
-def _narrow(low, high, num_low, num_high, pivot, number, amount, target):
-    """The interval after `pivot` was measured."""
-    raise_low = (amount >= target) & (pivot > low)
-    drop_high = (amount < target) & (pivot < high)
-    return (
-        tl.where(raise_low, pivot, low),
-        tl.where(drop_high, pivot, high),
-        tl.where(raise_low, number, num_low),
-        tl.where(drop_high, number, num_high),
-    )
-
-
-@triton.jit
-def _between(value, low, high, SHIFT: tl.constexpr):
-    """The rank of a value, moved strictly between two ranks."""
-    return tl.minimum(tl.maximum(_rank(value, SHIFT).to(tl.int64), low + 1), high - 1)
-
-
-@triton.jit
-def _search(
-    source_ptr,
-    count,
-    floor,
-    limit,
-    largest,
-    temperature,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MASS: tl.constexpr,
-):
-    """The smallest rank that is kept among those >= floor.
-
-    `limit` is k, or with MASS top_p, a share of the mass of all values >= floor.
-    """
-    low = floor
-    high = _rank(largest, SHIFT).to(tl.int64) + 1
-    b = _between(largest - 10.0 * temperature, low, high, SHIFT)
-    c = _between(largest - 40.0 * temperature, low, high, SHIFT)
-    na, nb, nc, ga, gb, gc = _measure(
-        source_ptr, count, low, b, c, largest, temperature, BLOCK, VECTOR, SHIFT, MASS
-    )
-    target = limit.to(tl.float64)
-    if MASS:
-        target = target * ga
-    num_low, num_high = na, na * 0
-    if ga > target:
-        low, high, num_low, num_high = _narrow(low, high, num_low, num_high, b, nb, gb, target)
-        low, high, num_low, num_high = _narrow(low, high, num_low, num_high, c, nc, gc, target)
-        while (high - low > 1) & (num_low - num_high > 1):
-            a = low + (high - low) // 2
-            bottom, top = _value(low, SHIFT), _value(high, SHIFT)
-            step = (top - bottom) * 0.333333
-            b = _between(bottom + step, low, high, SHIFT)
-            c = _between(top - step, low, high, SHIFT)
-            na, nb, nc, ga, gb, gc = _measure(
-                source_ptr, count, a, b, c, largest, temperature, BLOCK, VECTOR, SHIFT, MASS
-            )
-            low, high, num_low, num_high = _narrow(low, high, num_low, num_high, a, na, ga, target)
-            low, high, num_low, num_high = _narrow(low, high, num_low, num_high, b, nb, gb, target)
-            low, high, num_low, num_high = _narrow(low, high, num_low, num_high, c, nc, gc, target)
-            if not MASS and num_low == target.to(tl.int64):
-                high = low + 1  # exactly k are above
-    return low
-
-
-@triton.jit
-def _collect(
-    row_ptr,
-    vocab,
-    k,
-    list_ptr,
-    BLOCK: tl.constexpr,
-    LIST: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """Writes the logits >= a rank, a superset of the k largest, to a list; returns the number of
-    them and the rank.
-
-    The k-th largest of the maxima of BLOCK interleaved parts of the row is no larger than the k-th
-    largest logit, and seldom much smaller. More than LIST logits are not written, but counted.
-    """
-    span = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], -(1 << 31), tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        x = _load(row_ptr, begin, vocab, span, BLOCK, VECTOR)
-        best = tl.maximum(best, _rank(x, SHIFT))
-    low = tl.full([], LOWEST_KEY >> SHIFT, tl.int64)
-    high = tl.max(best, axis=0).to(tl.int64) + 1
-    if tl.sum((best >= low).to(tl.int32), axis=0) >= k:
-        while high - low > 1:
-            middle = low + (high - low) // 2
-            number = tl.sum((best >= middle).to(tl.int32), axis=0)
-            low = tl.where(number >= k, middle, low)
-            high = tl.where(number > k, high, tl.where(number == k, middle + 1, middle))
-    count = tl.zeros([], tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        x = _load(row_ptr, begin, vocab, span, BLOCK, VECTOR)
-        hit = (_rank(x, SHIFT) >= low).to(tl.int32)
-        number = tl.sum(hit, axis=0)
-        if number > 0:
-            at = count + tl.cumsum(hit, axis=0) - 1
-            tl.store(list_ptr + at, x, mask=(hit > 0) & (at < LIST))
-            count += number
-    tl.debug_barrier()  # other threads of the program read the list
-    return count, low
-
-
-@triton.jit(do_not_specialize=["vocab", "splits"])
-def threshold_kernel(
-    logits_ptr,  # [B, vocab]
-    row_stride,
-    vocab,
-    max_ptr,  # [B, splits]
-    index_ptr,  # [B, splits]
-    splits,
-    temperature_ptr,  # [B]
-    top_k_ptr,  # [B] or none
-    top_p_ptr,  # [B] or none
-    list_ptr,  # [B, LIST], if there is a top-k
-    lowest_ptr,  # [B]: the smallest key that is kept
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIST: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The smallest logit that top-k and top-p keep; one row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + tl.multiple_of(row * row_stride, VECTOR)
-    vocab = vocab.to(tl.int64)
-    largest, _, valid = _row_state(max_ptr, index_ptr, row, splits, SPLITS)
-    temperature = tl.load(temperature_ptr + row)
-    low = tl.full([], LOWEST_KEY >> SHIFT, tl.int64)
-    if valid & (largest < float("inf")) & (temperature > 0.0):
-        count = vocab
-        listed = vocab < 0
-        if top_k_ptr is not None:
-            k = tl.load(top_k_ptr + row)
-            if (k > 0) & (k < vocab):
-                if (k <= FEW) & (k <= BLOCK // 2):
-                    found, low = _collect(
-                        row_ptr, vocab, k, list_ptr + row * LIST, BLOCK, LIST, VECTOR, SHIFT
-                    )
-                    listed = found <= LIST
-                    count = tl.where(listed, found.to(tl.int64), vocab)
-                if listed:
-                    low = _search(
-                        list_ptr + row * LIST,
-                        count,
-                        low,
-                        k,
-                        largest,
-                        temperature,
-                        BLOCK,
-                        1,
-                        SHIFT,
-                        False,
-                    )
-                else:
-                    low = _search(
-                        row_ptr, count, low, k, largest, temperature, BLOCK, VECTOR, SHIFT, False
-                    )
-        if top_p_ptr is not None:
-            p = tl.load(top_p_ptr + row)
-            if p < 1.0:
-                if top_k_ptr is not None:
-                    if listed:
-                        low = _search(
-                            list_ptr + row * LIST,
-                            count,
-                            low,
-                            p,
-                            largest,
-                            temperature,
-                            BLOCK,
-                            1,
-                            SHIFT,
-                            True,
-                        )
-                    else:
-                        low = _search(
-                            row_ptr, count, low, p, largest, temperature, BLOCK, VECTOR, SHIFT, True
-                        )
-                else:
-                    low = _search(
-                        row_ptr, count, low, p, largest, temperature, BLOCK, VECTOR, SHIFT, True
-                    )
-    tl.store(lowest_ptr + row, (low << SHIFT).to(tl.int32))
 
 
 # ----------------------------------------------------------------------------------------- draw
@@ -465,7 +161,7 @@ def draw_kernel(
     with a margin for its rounding, so the outcome is that of scoring every token.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    largest, _, valid = _row_state(max_ptr, index_ptr, row, tl.num_programs(1), SPLITS)
+    largest, _, valid = row_state(max_ptr, index_ptr, row, tl.num_programs(1), SPLITS)
     temperature = tl.load(temperature_ptr + row)
     best = tl.full([], -float("inf"), tl.float64)
     token = tl.full([], -1, tl.int64)
@@ -492,12 +188,12 @@ def draw_kernel(
                 drop = -tl.log(min_p) * temperature64
                 bound = largest64 - drop - 1e-6 * (drop + tl.abs(largest64))
                 bound = tl.maximum(bound, -3.4e38).to(tl.float32)
-                lowest = tl.maximum(lowest, _key(bound))
+                lowest = tl.maximum(lowest, key_of(bound))
         bar = tl.full([], -float("inf"), tl.float32)  # a little below the best score
         for begin in range(first, end, BLOCK):
-            x = _load(row_ptr, begin, end, span, BLOCK, VECTOR)
-            kept = _key(x) >= lowest
-            lead = tl.where(kept, _scaled(x, largest, temperature) - bar, -float("inf"))
+            x = load_logits(row_ptr, begin, end, span, BLOCK, VECTOR)
+            kept = key_of(x) >= lowest
+            lead = tl.where(kept, scaled_logits(x, largest, temperature) - bar, -float("inf"))
             # 1 - u is at least 2^-33 = exp(-22.9).
             if tl.max(lead, axis=0) > -23.0:
                 words = _words(begin, seed, position, BLOCK)
@@ -537,7 +233,7 @@ def finish_kernel(
 ):
     """The best of a row's chunks; the largest logit where nothing was drawn."""
     row = tl.program_id(0).to(tl.int64)
-    _, token, valid = _row_state(max_ptr, index_ptr, row, splits, SPLITS)
+    _, token, valid = row_state(max_ptr, index_ptr, row, splits, SPLITS)
     if score_ptr is not None:
         part = tl.arange(0, SPLITS)
         inside = part < splits
