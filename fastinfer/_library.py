@@ -20,8 +20,6 @@ if _backend not in ("", "triton"):
     raise ImportError(f"FASTINFER_BACKEND: expected 'triton' or nothing, got {_backend!r}")
 FORCED = _backend == "triton"
 """Whether Triton kernels run where hand-written ones exist, as the library found it when loaded."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton kernels run in its interpreter, on CPU tensors."""
 torch.ops.load_library(str(PATH))
 
 import fastinfer.triton_kernels  # noqa: E402, F401  (its kernels need the schemas)

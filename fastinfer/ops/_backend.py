@@ -11,6 +11,7 @@ import importlib.util
 import torch
 
 import fastinfer._library
+from fastinfer.triton_kernels.launch import INTERPRETED
 
 # The hand-written GPU kernels use instructions that only this compute capability has (Hopper).
 _CUDA_CAPABILITY = (9, 0)
@@ -55,7 +56,7 @@ def backends(device: str | torch.device | None = None) -> dict[str, tuple[str, s
 def _choose(op: str, device: torch.device) -> tuple[str, str]:
     forced = fastinfer._library.FORCED
     if device.type == "cpu":
-        if forced and fastinfer._library.INTERPRETED:
+        if forced and INTERPRETED:
             if importlib.util.find_spec("triton") is None:
                 return "none", "FASTINFER_BACKEND=triton needs the package triton"
             return "triton", "FASTINFER_BACKEND=triton, in Triton's interpreter"
