@@ -227,8 +227,16 @@ class Suite:
         first = case.make()
         copies = 1 + min(31, 2 * cache_bytes(self.device) // max(1, _tensor_bytes(first)))
         inputs = [first, *(case.make() for _ in range(copies - 1))]
-        runs = {"fastinfer": case.run, **case.peers}
+        runs = {"fastinfer": case.run}
+        failed = {}
         with torch.inference_mode():
+            for name, peer in case.peers.items():
+                try:
+                    peer(*first)
+                except Exception as error:  # a peer's fault costs its column, and is named
+                    failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                else:
+                    runs[name] = peer
             times = time_interleaved(runs, inputs, self.device)
             host = {}
             if self.device.type == "cuda":
@@ -254,6 +262,8 @@ class Suite:
         }
         if host:
             row["host_us"] = host
+        if failed:
+            row["could_not_run"] = failed
         self.record["results"].append(row)
         self.write()
         return row

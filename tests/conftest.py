@@ -1,6 +1,7 @@
 """What all tests share: a fixed seed for each test, and the backends that ops are tested on."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -65,12 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """What the ops run on: FASTINFER_BACKEND and --device choose, for the whole run."""
     import fastinfer.ops
 
     device = request.config.getoption("--device")
-    return Backend(request.param, device, fastinfer.ops, torch.ops.fastinfer)
+    yield Backend(request.param, device, fastinfer.ops, torch.ops.fastinfer)
+    # What large pools took goes back: tests may share the GPU with those of other processes.
+    if device == "cuda" and torch.cuda.memory_reserved() > 1 << 31:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -60,8 +60,13 @@ def _decode(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    # exp2 of a large argument is inf, and 1 - 2 / inf is 1.
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E)))
+    # exp2 of a large argument is inf, and 1 - 2 / inf is 1. Near 0 that would leave few digits:
+    # there the first terms of the series are as good as float32.
+    square = x * x
+    series = x + x * square * (
+        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835))
+    )
+    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E))))
 
 
 @triton.jit
@@ -214,7 +219,8 @@ def _keys(
         else:
             v = _decode(v, V_FORMAT, dtype)
         if ISOLATE:
-            spoiled = (v.to(tl.float32) - v.to(tl.float32)) != 0.0
+            # Not v - v: with v a product, that contracts to a multiply-add, which is its rounding.
+            spoiled = (tl.abs(v.to(tl.float32)) < float("inf")) == 0
             bad = tl.max(spoiled.to(tl.int32), 1) != 0
             hit = tl.max((visible & bad[None, :]).to(tl.int32), 1) != 0
             acc = tl.where(hit[:, None], float("nan"), acc)
@@ -373,7 +379,7 @@ def _unit(
         # 0 * NaN: a NaN or an infinity among the values has reached rows that do not see it. The
         # tile is computed again in a way that keeps them apart, in steps that are small so that
         # this rare case takes no registers from the others.
-        if tl.max(tl.max(((acc - acc) != 0.0).to(tl.int32), 1), 0) != 0:
+        if tl.max(tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1), 0) != 0:
             acc, m, norm = _keys(
                 tl.zeros([BLOCK_M, DV], tl.float32),
                 tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastinfer.triton_kernels.launch import launch
 from fastinfer.triton_kernels.rows import (
+    INTERPRETED,
     Rows,
     full_width,
     row_offset,
@@ -41,17 +42,19 @@ class NormConfig:
     num_warps: int
 
 
-def norm_config(hidden: int, itemsize: int) -> NormConfig:
+def norm_config(hidden: int, itemsize: int, centre: bool) -> NormConfig:
     """The same for every number of rows, so that a row's sum is always ordered alike.
 
     16 elements a thread: two 16-byte loads in flight, and few enough registers for the threads of
-    several programs. Short rows (q and k norms over a head) share a program.
+    several programs. With `centre` twice as many, since fewer warps wait less for each other's
+    sums. Short rows (q and k norms over a head) share a program.
     """
     if hidden * itemsize > MAX_BYTES:
         return NormConfig(1, LOOP_TILE, True, 16)
     block = max(16, triton.next_power_of_2(hidden))
     rows = max(1, 2048 // block)
-    return NormConfig(rows, block, False, min(32, max(4, block // 512)))
+    warps = min(16, block // 1024) if centre else min(32, block // 512)
+    return NormConfig(rows, block, False, max(4, warps))
 
 
 @triton.jit
@@ -87,6 +90,31 @@ def _keep_layout(x, anchor_ptr, never, cols, mask):
     """
     pointers = anchor_ptr + cols[None, :] + tl.zeros_like(mask).to(tl.int32)
     return tl.where(never, tl.load(pointers, mask=mask & never, other=0.0), x)
+
+
+@triton.jit
+def _guess_mean(x_ptr, x_offset, inside, HIDDEN: tl.constexpr):
+    """The mean of a row's first elements: few enough that every warp reads them for itself."""
+    FIRST: tl.constexpr = 32 if HIDDEN > 32 else HIDDEN
+    cols = tl.arange(0, 32)
+    mask = inside[:, None] & (cols < FIRST)[None, :]
+    x = tl.load(x_ptr + x_offset[:, None] + cols[None, :], mask=mask, other=0.0)
+    return tl.sum(to_float(x), axis=1) * (1.0 / FIRST)
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _moments(x, HIDDEN: tl.constexpr):
+    """The means of x and of x^2 by rows, behind one barrier."""
+    if INTERPRETED:  # which walks a reduction of its own element by element
+        total, square = tl.sum(x, axis=1), tl.sum(x * x, axis=1)
+    else:
+        total, square = tl.reduce((x, x * x), 1, _add_pairs)
+    return tl.div_rn(total, HIDDEN * 1.0), tl.div_rn(square, HIDDEN * 1.0)
 
 
 @triton.jit(
@@ -214,11 +242,23 @@ def norm_kernel(
             )
         low = tl.zeros([ROWS], tl.float32)
         if CENTRE:
-            mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
-            x = tl.where(mask, x - mean[:, None], 0.0)
-            # Neither sum waits for the other.
-            low = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
-            variance = tl.div_rn(tl.sum(x * x, axis=1), HIDDEN * 1.0) - low * low
+            # No guess where other warps may have stored the sum already, nor where registers are
+            # scarce.
+            if FUSED or BLOCK > 16384:
+                mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
+                x = tl.where(mask, x - mean[:, None], 0.0)
+                low, square = _moments(x, HIDDEN)
+            else:
+                # A guess of the mean costs no barrier, and lets both sums be taken at once.
+                guess = _guess_mean(x_ptr, x_offset, inside, HIDDEN)
+                x = tl.where(mask, x - guess[:, None], 0.0)
+                low, square = _moments(x, HIDDEN)
+                # Where it is far off, most of the difference below would cancel.
+                far = low * low > 0.25 * square
+                if tl.max(far.to(tl.int32), axis=0) > 0:
+                    x = tl.where(mask, x - tl.where(far, low, 0.0)[:, None], 0.0)
+                    low, square = _moments(x, HIDDEN)
+            variance = square - low * low
         else:
             variance = tl.div_rn(tl.sum(x * x, axis=1), HIDDEN * 1.0)
         scale = tl.rsqrt(variance + eps)
@@ -315,7 +355,7 @@ def _launch(
     centre: bool,
 ) -> None:
     hidden = like.shape[-1]
-    config = norm_config(hidden, like.element_size())
+    config = norm_config(hidden, like.element_size(), centre)
     fused = len(starts) == 3
     vector = vector_width(starts, strides=rows.outer_strides + rows.inner_strides, width=hidden)
     full = full_width(like)

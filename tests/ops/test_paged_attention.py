@@ -283,7 +283,7 @@ def test_nan_in_invisible_slots_of_used_pages(
 def test_block_order_does_not_matter(backend: Backend, storage: str) -> None:
     args, pool, maxima = step(backend, *STEPS["mixed"], torch.float32, **STORAGES[storage])
     expected = backend.ops.paged_attention(*args, **maxima, **pool.scales)
-    order = torch.randperm(pool.k_cache.shape[0])
+    order = torch.randperm(pool.k_cache.shape[0], device=pool.k_cache.device)
     place = torch.argsort(order).to(torch.int32)
     shuffled = [args[0], *(_reorder(cache, order) for cache in args[1:3]), *args[3:]]
     table = pool.block_table.clone()

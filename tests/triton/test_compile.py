@@ -107,6 +107,8 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     "rms_norm/head/odd": ("rms_norm", lambda: _rms_norm(128, BF16, odd=True)),
     "rms_norm/28672": ("rms_norm", lambda: _rms_norm(28672, BF16)),
     "rms_norm/looped": ("rms_norm", lambda: _rms_norm(40000, BF16)),
+    "layer_norm/8192": ("layer_norm", lambda: _layer_norm(8192, BF16)),
+    "layer_norm/32768": ("layer_norm", lambda: _layer_norm(32768, BF16)),
     "layer_norm/nested": ("layer_norm", lambda: _layer_norm(4096, FP16)),
     "fused_add_rms_norm/8192": ("fused_add_rms_norm_", lambda: _add_norm(8192, BF16)),
     "fused_add_layer_norm/32768": (

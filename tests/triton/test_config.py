@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastinfer.triton_kernels.activation import activation_config
 from fastinfer.triton_kernels.kv_cache import append_config
-from fastinfer.triton_kernels.norm import norm_config
+from fastinfer.triton_kernels.norm import NormConfig, norm_config
 from fastinfer.triton_kernels.rotary import rotary_config
 from fastinfer.triton_kernels.rows import Rows, merged_dims, vector_width, walk
 from fastinfer.triton_kernels.sampling import sample_config
@@ -107,20 +107,22 @@ def test_vector_accesses_need_alignment(
 # -------------------------------------------------------------------------------- configurations
 
 
+@pytest.mark.parametrize("centre", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("hidden", [1, 2, 31, 128, 576, 4096, 8192, 16384, 28672, 32768, 32769])
-def test_norm(hidden: int, itemsize: int) -> None:
-    config = norm_config(hidden, itemsize)
+def test_norm(hidden: int, itemsize: int, centre: bool) -> None:
+    config = norm_config(hidden, itemsize, centre)
     assert power_of_two(config.rows) and power_of_two(config.block)
     assert config.looped == (config.block < hidden) == (hidden * itemsize > 65536)
     per_thread = config.rows * config.block / (32 * config.num_warps)
-    assert per_thread <= 32 and config.num_warps <= 32
+    assert per_thread <= (64 if centre else 32) and config.num_warps <= 32
 
 
 def test_norm_choices() -> None:
     """One row of a model's hidden size has the threads of one vector load or two each."""
-    assert norm_config(4096, 2).num_warps == 8 and norm_config(4096, 2).rows == 1
-    assert norm_config(128, 2).rows == 16
+    assert norm_config(4096, 2, centre=False) == NormConfig(1, 4096, False, 8)
+    assert norm_config(4096, 2, centre=True) == NormConfig(1, 4096, False, 4)
+    assert norm_config(128, 2, centre=False).rows == 16
 
 
 @pytest.mark.parametrize("width", [1, 33, 3584, 8192, 28672])
