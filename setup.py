@@ -43,6 +43,7 @@ CPU_OPS = [
     "csrc/cpu/merge.cpp",
     "csrc/cpu/norm.cpp",
     "csrc/cpu/paged_attention.cpp",
+    "csrc/cpu/qk_norm_rope_append.cpp",
     "csrc/cpu/rotary.cpp",
     "csrc/cpu/sampling.cpp",
 ]
@@ -53,11 +54,29 @@ CPU_KERNELS = [
     "csrc/cpu/kv_cache_kernels.cpp",
     "csrc/cpu/merge_kernels.cpp",
     "csrc/cpu/norm_kernels.cpp",
+    "csrc/cpu/qk_norm_rope_append_kernels.cpp",
     "csrc/cpu/rotary_kernels.cpp",
     "csrc/cpu/sampling_kernels.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/attention/attention.cu",
+    "csrc/cuda/attention/decode.cu",
+    "csrc/cuda/attention/decode_bf16.cu",
+    "csrc/cuda/attention/decode_fp16.cu",
+    "csrc/cuda/attention/decode_fp8.cu",
+    "csrc/cuda/attention/decode_int8.cu",
+    "csrc/cuda/attention/merge.cu",
+    "csrc/cuda/attention/plan.cu",
+    "csrc/cuda/attention/prefill.cu",
+    "csrc/cuda/attention/prefill_d64.cu",
+    "csrc/cuda/attention/prefill_d128.cu",
+    "csrc/cuda/attention/prefill_d192.cu",
+    "csrc/cuda/attention/prefill_d256.cu",
+    "csrc/cuda/attention/split_merge.cu",
+    "csrc/cuda/kv_cache/append_paged_kv_cache.cu",
+    "csrc/cuda/kv_cache/qk_norm_rope_append.cu",
     "csrc/cuda/norm/rms_norm.cu",
+    "csrc/cuda/tensor_map.cu",
 ]
 HOST_SOURCES = [
     "csrc/host/block_manager.cpp",

@@ -136,10 +136,12 @@ def cudnn(q, k, v, causal):
         return sdpa(q, k, v, causal)
 
 
+TOKENS = [(16, 1024), (4, 4096), (1, 16384)]
 PREFILL = [
-    (16, 1024, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 32, 128),
-    (4, 4096, 32, 8, 64), (4, 4096, 16, 8, 256),
-]  # fmt: skip
+    (*tokens, *heads)
+    for heads in [(32, 8, 128), (32, 32, 128), (32, 8, 64), (16, 8, 256)]
+    for tokens in TOKENS
+]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -163,21 +165,32 @@ def test_prefill_on_a_gpu(record, gpu, batch, length, h, hk, d, causal):
     )
 
 
+SKEWED = "1x131072+63x1024"
 DECODE = [
-    ("bf16", 64, 8192, 16, 1), ("bf16", 64, 8192, 128, 1), ("bf16", 256, 1024, 16, 1),
-    ("bf16", 1, 131072, 16, 1), ("bf16", 16, 1024, 16, 1), ("bf16", 64, 8192, 16, 8),
-    ("bf16", 64, 8192, 16, 16), ("int8kv", 64, 8192, 16, 1), ("fp8kv", 64, 8192, 16, 1),
+    *((kv, load, block, 1) for load in ["64x8192", "16x32768"] for block in [16, 128]
+      for kv in ["bf16", "int8kv", "fp8kv"]),
+    *(("bf16", load, block, 1)
+      for load in ["256x4096", "64x4096", "256x1024", "16x1024", "1x131072", SKEWED]
+      for block in [16, 128]),
+    *((kv, "16x32768", 16, 8) for kv in ["bf16", "int8kv", "fp8kv"]),
+    ("bf16", "64x8192", 16, 16),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kv", "batch", "length", "block", "queries"), DECODE)
-def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
+@pytest.mark.parametrize(("kv", "load", "block", "queries"), DECODE)
+def test_decode_on_a_gpu(record, gpu, kv, load, block, queries):
     """With the plan made before, as for all layers of a step."""
     h, hk, d = 32, 8, 128
     storage = {"int8kv": torch.int8, "fp8kv": torch.float8_e4m3fn}.get(kv, torch.bfloat16)
-    blocks = batch * length // block
+    lengths = []
+    for part in load.split("+"):
+        count, length = map(int, part.split("x"))
+        lengths += [length] * count
+    batch, longest = len(lengths), max(lengths)
+    counts = [length // block for length in lengths]
+    blocks = sum(counts)
     cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * queries
-    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     plan = ops.plan_attention(
         cu,
         lens,
@@ -185,7 +198,7 @@ def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
         num_heads=h,
         num_kv_heads=hk,
         max_seqlen_q=queries,
-        max_seqlen_k=length,
+        max_seqlen_k=longest,
     )
 
     def make():
@@ -194,7 +207,8 @@ def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
         scales = [None, None]
         if kv.endswith("kv"):
             scales = [torch.ones(shape[:3], device="cuda") for _ in range(2)]
-        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(batch, -1)
+        ids = torch.randperm(blocks, device="cuda").to(torch.int32)
+        table = torch.nn.utils.rnn.pad_sequence(ids.split(counts), batch_first=True)
         q = torch.randn(batch * queries, h, d, device="cuda", dtype=torch.bfloat16)
         return q, *(p.to(storage) for p in pages), table, *scales
 
@@ -207,7 +221,7 @@ def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
             cu,
             lens,
             max_seqlen_q=queries,
-            max_seqlen_k=length,
+            max_seqlen_k=longest,
             k_scale=k_scale,
             v_scale=v_scale,
             plan=plan,
@@ -215,10 +229,10 @@ def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
 
     record(
         Case(
-            name=f"paged_attention/{kv}/{batch}x{length}/b{block}/q{queries}",
+            name=f"paged_attention/{kv}/{load}/b{block}/q{queries}",
             make=make,
             run=run,
-            bytes_moved=2 * batch * length * hk * (d * storage.itemsize + 4 * kv.endswith("kv")),
+            bytes_moved=2 * sum(lengths) * hk * (d * storage.itemsize + 4 * kv.endswith("kv")),
         )
     )
 
@@ -228,7 +242,7 @@ def test_decode_on_a_gpu(record, gpu, kv, batch, length, block, queries):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_attention_states(record, suite, dtype):
-    states, tokens, heads, dim = 2, 512, 32, 128
+    states, tokens, heads, dim = 2, 8192 if suite.device.type == "cuda" else 512, 32, 128
 
     def make():
         outs = torch.randn(states, tokens, heads, dim, device=suite.device).to(DTYPES[dtype])

@@ -1,4 +1,6 @@
-"""append_paged_kv_cache_ against an indexed assignment, eager and compiled."""
+"""append_paged_kv_cache_ against an indexed assignment, eager and compiled; qk_norm_rope_append_
+against the ops that it fuses, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -70,5 +72,61 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
             run=run,
             peers=peers(eager, suite.device),
             bytes_moved=2 * tokens * HEADS * HEAD_DIM * (source.itemsize + storage.itemsize),
+        )
+    )
+
+
+QUERY_HEADS, POSITIONS = 32, 4096
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm_rope"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_norm_rope_append_(record, suite, dtype, norm, tokens):
+    storage = DTYPES[dtype]
+    quantized = dtype.endswith("kv")
+    computed = torch.float32 if suite.device.type == "cpu" else torch.bfloat16
+    source = computed if quantized else storage
+    num_blocks = 2 * max(1, tokens // BLOCK_SIZE) + 1
+    sizes = (QUERY_HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEADS * HEAD_DIM)
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    cos_sin = ops.rotary_cos_sin(inv_freq, POSITIONS).to(suite.device)
+    weight = torch.ones(HEAD_DIM, device=suite.device, dtype=source) if norm else None
+
+    def make():
+        qkv = torch.randn(tokens, sum(sizes), device=suite.device).to(source)
+        q = torch.empty(tokens, QUERY_HEADS, HEAD_DIM, device=suite.device, dtype=source)
+        shape = (num_blocks, HEADS, BLOCK_SIZE, HEAD_DIM)
+        caches = [torch.zeros(shape, device=suite.device).to(storage) for _ in range(2)]
+        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=suite.device)[:tokens]
+        positions = torch.randint(POSITIONS, (tokens,), device=suite.device)
+        scales = [
+            torch.ones(shape[:3], device=suite.device) if quantized else None for _ in range(2)
+        ]
+        return qkv, q, *caches, slots, positions, *scales
+
+    def run(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale):
+        ops.qk_norm_rope_append_(
+            qkv, q, k_cache, v_cache, slots, positions=positions, cos_sin=cos_sin,
+            q_weight=weight, k_weight=weight, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    def separate(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale):
+        q, k, v = (x.unflatten(1, (-1, HEAD_DIM)) for x in qkv.split(sizes, dim=1))
+        if weight is not None:
+            ops.rms_norm(q, weight, out=q)
+            ops.rms_norm(k, weight, out=k)
+        ops.rotary_embedding_(q, k, positions, cos_sin)
+        ops.append_paged_kv_cache_(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+    kv = 2 * HEADS * HEAD_DIM
+    record(
+        Case(
+            name=f"qk_norm_rope_append_/{dtype}{'-norm' if norm else ''}"
+            f"/{tokens}x{QUERY_HEADS}-{HEADS}x{HEAD_DIM}/b{BLOCK_SIZE}",
+            make=make,
+            run=run,
+            peers={"separate ops": separate},
+            bytes_moved=tokens
+            * (2 * sizes[0] * source.itemsize + kv * (source.itemsize + storage.itemsize)),
         )
     )

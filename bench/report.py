@@ -98,14 +98,17 @@ def plot_engine(record: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def plot_shares(records: list[dict[str, Any]], path: Path) -> None:
+KERNELS = {"triton": "Triton", "cuda": "Hopper"}
+
+
+def plot_shares(records: list[dict[str, Any]], backend: str, path: Path) -> None:
     """How much of the measured copy bandwidth memory-bound kernels reach at their largest sizes."""
     pyplot = _pyplot()
     bars = [
         (row["name"], row["ceiling_share"])
         for record in records
         for row in record["results"]
-        if row["backend"] == "triton" and row["tbps"] and row["us"] > 15 and row["ceiling_share"]
+        if row["backend"] == backend and row["tbps"] and row["us"] > 15 and row["ceiling_share"]
     ]
     bars.sort(key=lambda bar: bar[1])
     figure, axis = pyplot.subplots(figsize=(9, 0.24 * len(bars) + 0.8))
@@ -113,7 +116,31 @@ def plot_shares(records: list[dict[str, Any]], path: Path) -> None:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.tick_params(labelsize=7)
     axis.set_xlabel("share of the copy bandwidth (reading alone can exceed it)")
-    axis.set_title("Triton kernels, one NVIDIA H200")
+    axis.set_title(f"{KERNELS[backend]} kernels, one NVIDIA H200")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def plot_prefill(records: list[dict[str, Any]], path: Path) -> None:
+    """Dense attention of long queries beside cuDNN, in one process."""
+    pyplot = _pyplot()
+    rows = [
+        row
+        for record in records
+        for row in record["results"]
+        if row["backend"] == "cuda" and "cudnn" in row["peers"]
+    ]
+    figure, axis = pyplot.subplots(figsize=(9, 0.24 * len(rows) + 0.8))
+    axis.barh(
+        [row["name"].removeprefix("flash_attention/") for row in rows],
+        [row["peers"]["cudnn"]["ratio"] for row in rows],
+    )
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.tick_params(labelsize=7)
+    axis.set_xlabel("cuDNN's time over ours: above 1 we are faster")
+    axis.set_title("flash_attention on one NVIDIA H200")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -139,7 +166,9 @@ def main() -> int:
     README.write_text(wanted)
     PLOTS.mkdir(exist_ok=True)
     gpu = [record for record in load(RESULTS) if "gpu" in record]
-    plot_shares(gpu, PLOTS / "h200-bandwidth.svg")
+    plot_shares(gpu, "triton", PLOTS / "h200-bandwidth.svg")
+    plot_shares(gpu, "cuda", PLOTS / "h200-hopper.svg")
+    plot_prefill(gpu, PLOTS / "h200-prefill.svg")
     for record in gpu:
         if record["suite"] == "engine":
             plot_engine(record, PLOTS / "h200-engine.svg")

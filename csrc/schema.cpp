@@ -41,6 +41,7 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
 
   // KV cache.
   m.def("append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()");
+  m.def("qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, *, Tensor? positions=None, Tensor? cos_sin=None, Tensor? bias=None, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, float weight_offset=0.0, bool interleaved=False, Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None) -> ()");
 
   // Normalisation.
   m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6, *, float weight_offset=0.0) -> Tensor");
@@ -73,6 +74,7 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_gelu_and_mul(Tensor x, bool tanh_approx, Tensor(a!) out) -> ()");
   m.def("_portable_rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
+  m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");
   m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
   m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);
   m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);

@@ -335,6 +335,55 @@ def _append(
     return cache, scale
 
 
+@single_threaded
+def qk_norm_rope_append_(
+    qkv: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(q_out, k_cache, v_cache, k_scale, v_scale) afterwards.
+
+    q_out and pages that are not quantized are in `dtype`; what is quantized is rounded to qkv's.
+    """
+    heads, dim = q_out.shape[1:]
+    kv_heads, value_dim = v_cache.shape[1], v_cache.shape[3]
+    x = qkv.to(dtype) if bias is None else qkv.to(dtype) + bias.to(dtype)
+    parts = x.split((heads * dim, kv_heads * dim, kv_heads * value_dim), dim=1)
+    q, k = parts[0].unflatten(1, (heads, dim)), parts[1].unflatten(1, (kv_heads, dim))
+    v = parts[2].unflatten(1, (kv_heads, value_dim))
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps, weight_offset=weight_offset, dtype=dtype)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps, weight_offset=weight_offset, dtype=dtype)
+    if positions is not None and cos_sin is not None:
+        q, turned = rotary_embedding_(
+            q, k, positions, cos_sin, interleaved=interleaved, dtype=dtype
+        )
+        assert turned is not None
+        k = turned
+    stored = []
+    for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale is None:
+            stored.append(_append(rows, cache.to(dtype), slot_mapping, None))
+        else:
+            stored.append(_append(rows.to(qkv.dtype), cache, slot_mapping, scale))
+    return q, stored[0][0], stored[1][0], stored[0][1], stored[1][1]
+
+
 # --------------------------------------------------------------- normalisation and activations
 
 

@@ -11,6 +11,7 @@ import fastinfer.ops
 
 IN_PLACE = {
     "append_paged_kv_cache_": {"k_cache", "v_cache", "k_scale", "v_scale"},
+    "qk_norm_rope_append_": {"q_out", "k_cache", "v_cache", "k_scale", "v_scale"},
     "fused_add_rms_norm_": {"x", "residual"},
     "fused_add_layer_norm_": {"x", "residual"},
     "rotary_embedding_": {"q", "k"},

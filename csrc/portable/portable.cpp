@@ -5,9 +5,12 @@
 #include "../checks/kv_cache.h"
 #include "../checks/merge.h"
 #include "../checks/norm.h"
+#include "../checks/qk_norm_rope_append.h"
 #include "../checks/rotary.h"
 #include "../checks/sampling.h"
 #include "../functional.h"
+#include "attention.h"
+#include "kv_cache.h"
 #include "norm.h"
 
 namespace fastinfer {
@@ -44,6 +47,35 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& 
                 weight_offset);
 }
 
+// ---- pages (likewise)
+
+void append_paged_kv_cache_(const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                            const Tensor& v_cache, const Tensor& slot_mapping,
+                            const std::optional<Tensor>& k_scale,
+                            const std::optional<Tensor>& v_scale) {
+  const auto p = check_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale);
+  if (p.tokens * p.heads == 0) return;
+  call_portable("fastinfer::_portable_append_paged_kv_cache_", k, v, k_cache, v_cache, slot_mapping,
+                k_scale, v_scale);
+}
+
+void qk_norm_rope_append_(const Tensor& qkv, const Tensor& q_out, const Tensor& k_cache,
+                          const Tensor& v_cache, const Tensor& slot_mapping,
+                          const std::optional<Tensor>& positions,
+                          const std::optional<Tensor>& cos_sin, const std::optional<Tensor>& bias,
+                          const std::optional<Tensor>& q_weight,
+                          const std::optional<Tensor>& k_weight, double eps, double weight_offset,
+                          bool interleaved, const std::optional<Tensor>& k_scale,
+                          const std::optional<Tensor>& v_scale) {
+  const auto p = check_qk_norm_rope_append(qkv, q_out, k_cache, v_cache, slot_mapping, positions,
+                                           cos_sin, bias, q_weight, k_weight, eps, weight_offset,
+                                           interleaved, k_scale, v_scale);
+  if (p.append.tokens * (p.heads + p.append.heads) == 0) return;
+  call_portable("fastinfer::_portable_qk_norm_rope_append_", qkv, q_out, k_cache, v_cache,
+                slot_mapping, positions, cos_sin, bias, q_weight, k_weight, eps, weight_offset,
+                interleaved, k_scale, v_scale);
+}
+
 namespace {
 
 void layer_norm_out(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -76,23 +108,13 @@ void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
   call_portable("fastinfer::_portable_gelu_and_mul", x, tanh_approx, out);
 }
 
-// ---- positions and pages
+// ---- positions
 
 void rotary_embedding_(const Tensor& q, const std::optional<Tensor>& k, const Tensor& positions,
                        const Tensor& cos_sin, bool interleaved) {
   const auto p = check_rotary(q, k, positions, cos_sin);
   if (p.tokens * (p.q_heads + p.k_heads) * p.rotary_dim == 0) return;
   call_portable("fastinfer::_portable_rotary_embedding_", q, k, positions, cos_sin, interleaved);
-}
-
-void append_paged_kv_cache_(const Tensor& k, const Tensor& v, const Tensor& k_cache,
-                            const Tensor& v_cache, const Tensor& slot_mapping,
-                            const std::optional<Tensor>& k_scale,
-                            const std::optional<Tensor>& v_scale) {
-  const auto p = check_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale);
-  if (p.tokens * p.heads == 0) return;
-  call_portable("fastinfer::_portable_append_paged_kv_cache_", k, v, k_cache, v_cache, slot_mapping,
-                k_scale, v_scale);
 }
 
 // ---- sampling
@@ -108,6 +130,8 @@ void sample_out(const Tensor& logits, const std::optional<Tensor>& temperature,
   call_portable("fastinfer::_portable_sample", logits, temperature, top_k, top_p, min_p, seeds,
                 positions, token_ids, valid);
 }
+
+}  // namespace
 
 // ---- attention
 
@@ -190,6 +214,8 @@ void merge_attention_states_out(const Tensor& outs, const Tensor& lses,
   call_portable("fastinfer::_portable_merge_attention_states", outs, lses, sinks, out, lse);
 }
 
+namespace {
+
 // Ops of csrc/cuda register themselves for CUDA and come here for what they do not take.
 #ifdef FI_CUDA_ARCHS
 constexpr bool kHaveCuda = true;
@@ -202,6 +228,20 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
     m.impl("rms_norm", TORCH_BOX(&functional::rms_norm<&rms_norm_out>));
     m.impl("rms_norm.out", TORCH_BOX(&rms_norm_out));
     m.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
+    m.impl("append_paged_kv_cache_", TORCH_BOX(&append_paged_kv_cache_));
+    m.impl("qk_norm_rope_append_", TORCH_BOX(&qk_norm_rope_append_));
+    m.impl("flash_attention", TORCH_BOX(&functional::flash_attention<&flash_attention_out>));
+    m.impl("flash_attention.out", TORCH_BOX(&flash_attention_out));
+    m.impl("flash_attention_varlen",
+           TORCH_BOX(&functional::flash_attention_varlen<&flash_attention_varlen_out>));
+    m.impl("flash_attention_varlen.out", TORCH_BOX(&flash_attention_varlen_out));
+    m.impl("paged_attention", TORCH_BOX(&functional::paged_attention<&paged_attention_out>));
+    m.impl("paged_attention.out", TORCH_BOX(&paged_attention_out));
+    m.impl("plan_attention", TORCH_BOX(&functional::plan_attention<&plan_attention_out>));
+    m.impl("plan_attention.out", TORCH_BOX(&plan_attention_out));
+    m.impl("merge_attention_states",
+           TORCH_BOX(&functional::merge_attention_states<&merge_attention_states_out>));
+    m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
   }
   m.impl("layer_norm", TORCH_BOX(&functional::layer_norm<&layer_norm_out>));
   m.impl("layer_norm.out", TORCH_BOX(&layer_norm_out));
@@ -211,21 +251,8 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
   m.impl("gelu_and_mul", TORCH_BOX(&functional::gelu_and_mul<&gelu_and_mul_out>));
   m.impl("gelu_and_mul.out", TORCH_BOX(&gelu_and_mul_out));
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
-  m.impl("append_paged_kv_cache_", TORCH_BOX(&append_paged_kv_cache_));
   m.impl("sample", TORCH_BOX(&functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));
-  m.impl("flash_attention", TORCH_BOX(&functional::flash_attention<&flash_attention_out>));
-  m.impl("flash_attention.out", TORCH_BOX(&flash_attention_out));
-  m.impl("flash_attention_varlen",
-         TORCH_BOX(&functional::flash_attention_varlen<&flash_attention_varlen_out>));
-  m.impl("flash_attention_varlen.out", TORCH_BOX(&flash_attention_varlen_out));
-  m.impl("paged_attention", TORCH_BOX(&functional::paged_attention<&paged_attention_out>));
-  m.impl("paged_attention.out", TORCH_BOX(&paged_attention_out));
-  m.impl("plan_attention", TORCH_BOX(&functional::plan_attention<&plan_attention_out>));
-  m.impl("plan_attention.out", TORCH_BOX(&plan_attention_out));
-  m.impl("merge_attention_states",
-         TORCH_BOX(&functional::merge_attention_states<&merge_attention_states_out>));
-  m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
 }
 
 }  // namespace

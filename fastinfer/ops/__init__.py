@@ -11,7 +11,7 @@ from fastinfer.ops.attention import (
     paged_attention_workspace_size,
     plan_attention,
 )
-from fastinfer.ops.kv_cache import append_paged_kv_cache_
+from fastinfer.ops.kv_cache import append_paged_kv_cache_, qk_norm_rope_append_
 from fastinfer.ops.norm import (
     fused_add_layer_norm_,
     fused_add_rms_norm_,
@@ -20,6 +20,7 @@ from fastinfer.ops.norm import (
 )
 from fastinfer.ops.rotary import rotary_cos_sin, rotary_embedding_
 from fastinfer.ops.sampling import sample
+from fastinfer.ops.shared_prefix import plan_shared_prefix_attention, shared_prefix_attention
 
 __all__ = [
     "append_paged_kv_cache_",
@@ -37,9 +38,12 @@ __all__ = [
     "paged_attention",
     "paged_attention_workspace_size",
     "plan_attention",
+    "plan_shared_prefix_attention",
+    "qk_norm_rope_append_",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_embedding_",
     "sample",
+    "shared_prefix_attention",
     "silu_and_mul",
 ]

@@ -23,6 +23,7 @@ LAUNCHERS = {
     "gelu_and_mul": "activation",
     "rotary_embedding_": "rotary",
     "append_paged_kv_cache_": "kv_cache",
+    "qk_norm_rope_append_": "qk_norm_rope_append",
     "sample": "sampling",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",

@@ -60,13 +60,12 @@ def _decode(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    # exp2 of a large argument is inf, and 1 - 2 / inf is 1. Near 0 that would leave few digits:
-    # there the first terms of the series are as good as float32.
+    # exp2 of a large argument is inf, and 1 - 2 / inf is 1. For small ones that would leave few
+    # digits: there it is a polynomial, tanh(x) / x as a function of x^2 fitted up to 0.4.
     square = x * x
-    series = x + x * square * (
-        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835))
-    )
-    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E))))
+    tail = 0.13332735 + square * (-0.053845163 + square * (0.020968756 + square * -0.006054318))
+    near = x + x * square * (-0.33333328 + square * tail)
+    return tl.where(square < 0.4, near, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E))))
 
 
 @triton.jit

@@ -54,17 +54,14 @@ def encode_e4m3(x):
 
 
 @triton.jit
-def _append(
-    x_ptr,  # [T, heads, dim]
+def store_rows(
+    x,  # [rows, BLOCK]: elements
     cache_ptr,  # [num_blocks, heads, block_size, dim]; bytes if fp8
     scale_ptr,  # [num_blocks, heads, block_size] or [heads]
-    token,
     head,
     block,
     offset,
     inside,
-    x_token_stride,
-    x_head_stride,
     cache_block_stride,
     cache_head_stride,
     cache_slot_stride,
@@ -77,13 +74,11 @@ def _append(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Rows (token, head) of K, or of V, to their slots."""
+    """Rows, each of a head, to their slots."""
     col = tl.arange(0, BLOCK)[None, :]
     mask = inside[:, None] & (col < DIM)
-    source = tl.multiple_of(token * x_token_stride + head * x_head_stride, VECTOR)
     target = block * cache_block_stride + head * cache_head_stride + offset * cache_slot_stride
     target = tl.multiple_of(target, VECTOR)
-    x = tl.load(x_ptr + source[:, None] + col, mask=mask, other=0.0)
     cache_ptrs = cache_ptr + target[:, None] + col
     if FORMAT == COPY:
         tl.store(cache_ptrs, x, mask=mask)
@@ -110,6 +105,42 @@ def _append(
         else:
             code = encode_e4m3(value)
         tl.store(cache_ptrs, code.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _append(
+    x_ptr,  # [T, heads, dim]
+    cache_ptr,
+    scale_ptr,
+    token,
+    head,
+    block,
+    offset,
+    inside,
+    x_token_stride,
+    x_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    scale_block_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    FORMAT: tl.constexpr,
+    STATIC: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Rows (token, head) of K, or of V, to their slots."""
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (col < DIM)
+    source = tl.multiple_of(token * x_token_stride + head * x_head_stride, VECTOR)
+    x = tl.load(x_ptr + source[:, None] + col, mask=mask, other=0.0)
+    store_rows(
+        x, cache_ptr, scale_ptr, head, block, offset, inside, cache_block_stride,
+        cache_head_stride, cache_slot_stride, scale_block_stride, scale_head_stride,
+        scale_slot_stride, FORMAT, STATIC, DIM, BLOCK, VECTOR,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "slot_mapping_ptr"])
@@ -195,15 +226,17 @@ def append_paged_kv_cache_(
         k,
         k,
         v,
-        _storable(k_cache),
-        _storable(v_cache),
+        storable(k_cache),
+        storable(v_cache),
         slot_mapping,
         k_scale,
         v_scale,
         tokens * heads,
         num_blocks * block_size,
-        *_strides(k, k_cache, k_scale),
-        *_strides(v, v_cache, v_scale),
+        *k.stride()[:2],
+        *page_strides(k_cache, k_scale),
+        *v.stride()[:2],
+        *page_strides(v_cache, v_scale),
         HEADS=heads,
         BLOCK_SIZE=block_size,
         ROWS=config.rows,
@@ -221,16 +254,17 @@ def append_paged_kv_cache_(
     )
 
 
-def _storable(cache: Tensor) -> Tensor:
+def storable(cache: Tensor) -> Tensor:
+    """A cache as kernels store to it: fp8 as bytes."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def _strides(x: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[int, ...]:
-    """Of tokens and heads; of blocks, heads and slots; and of the scales' blocks, heads, slots."""
+def page_strides(cache: Tensor, scale: Tensor | None) -> tuple[int, ...]:
+    """Of blocks, heads and slots; and of the scales' blocks, heads and slots."""
     scales: tuple[int, ...] = (0, 0, 0)
     if scale is not None:
         scales = scale.stride() if scale.dim() == 3 else (0, scale.stride(0), 0)
-    return (*x.stride()[:2], *cache.stride()[:3], *scales)
+    return (*cache.stride()[:3], *scales)
 
 
 def _vector(x: Tensor, cache: Tensor) -> int:

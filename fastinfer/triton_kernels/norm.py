@@ -93,13 +93,25 @@ def _keep_layout(x, anchor_ptr, never, cols, mask):
 
 
 @triton.jit
-def _guess_mean(x_ptr, x_offset, inside, HIDDEN: tl.constexpr):
-    """The mean of a row's first elements: few enough that every warp reads them for itself."""
-    FIRST: tl.constexpr = 32 if HIDDEN > 32 else HIDDEN
-    cols = tl.arange(0, 32)
-    mask = inside[:, None] & (cols < FIRST)[None, :]
-    x = tl.load(x_ptr + x_offset[:, None] + cols[None, :], mask=mask, other=0.0)
-    return tl.sum(to_float(x), axis=1) * (1.0 / FIRST)
+def _guess_mean(
+    x_ptr,
+    residual_ptr,
+    x_offset,
+    residual_offset,
+    inside,
+    HIDDEN: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """The mean of a row's first elements: few enough that every thread reads them for itself."""
+    FIRST: tl.constexpr = 4 if HIDDEN >= 4 else 1
+    total = tl.zeros_like(x_offset).to(tl.float32)
+    for i in tl.static_range(FIRST):
+        x = to_float(tl.load(x_ptr + x_offset + i, mask=inside, other=0.0))
+        if FUSED:
+            r = tl.load(residual_ptr + residual_offset + i, mask=inside, other=0.0)
+            x = to_float(to_element(to_float(r) + x, x_ptr.dtype.element_ty))
+        total += x
+    return total * (1.0 / FIRST)
 
 
 @triton.jit
@@ -229,12 +241,21 @@ def norm_kernel(
                 mask, HIDDEN, CENTRE, HAS_BIAS,
             )  # fmt: skip
     else:
+        # A guess of the mean costs no barrier, and lets both sums be taken at once; not where rows
+        # are so long that registers are scarce.
+        GUESSED: tl.constexpr = CENTRE and BLOCK <= 16384
+        if GUESSED:
+            mean = _guess_mean(
+                x_ptr, residual_ptr, x_offset, residual_offset, inside, HIDDEN, FUSED
+            )  # fmt: skip
         mask = inside[:, None] & (span < HIDDEN)[None, :]
         x = _read(
             x_ptr, residual_ptr, x_offset, residual_offset, anchor_ptr, never, span, mask, FUSED,
             ANCHORED,
         )  # fmt: skip
         if FUSED:
+            if GUESSED:  # nobody may still be reading what is now stored
+                tl.debug_barrier()
             tl.store(
                 residual_ptr + residual_offset[:, None] + span[None, :],
                 to_element(x, residual_ptr.dtype.element_ty),
@@ -242,19 +263,13 @@ def norm_kernel(
             )
         low = tl.zeros([ROWS], tl.float32)
         if CENTRE:
-            # No guess where other warps may have stored the sum already, nor where registers are
-            # scarce.
-            if FUSED or BLOCK > 16384:
+            if not GUESSED:
                 mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
-                x = tl.where(mask, x - mean[:, None], 0.0)
-                low, square = _moments(x, HIDDEN)
-            else:
-                # A guess of the mean costs no barrier, and lets both sums be taken at once.
-                guess = _guess_mean(x_ptr, x_offset, inside, HIDDEN)
-                x = tl.where(mask, x - guess[:, None], 0.0)
-                low, square = _moments(x, HIDDEN)
-                # Where it is far off, most of the difference below would cancel.
-                far = low * low > 0.25 * square
+            x = tl.where(mask, x - mean[:, None], 0.0)
+            low, square = _moments(x, HIDDEN)
+            if GUESSED:
+                # Where the guess is far off, most of the difference below would cancel.
+                far = low * low > 0.5 * square
                 if tl.max(far.to(tl.int32), axis=0) > 0:
                     x = tl.where(mask, x - tl.where(far, low, 0.0)[:, None], 0.0)
                     low, square = _moments(x, HIDDEN)

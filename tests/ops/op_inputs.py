@@ -28,6 +28,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 # The arguments that an in-place op changes.
 MUTATED: dict[str, tuple[str, ...]] = {
     "append_paged_kv_cache_": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "qk_norm_rope_append_": ("q_out", "k_cache", "v_cache", "k_scale", "v_scale"),
     "fused_add_rms_norm_": ("x", "residual"),
     "fused_add_layer_norm_": ("x", "residual"),
     "rotary_embedding_": ("q", "k"),
@@ -158,6 +159,24 @@ def _append_fp8(tokens: int, dtype: torch.dtype) -> Arguments:
     return _append(tokens, dtype, torch.float8_e4m3fn)
 
 
+def _qk_norm_rope(tokens: int, dtype: torch.dtype, storage: torch.dtype | None = None) -> Arguments:
+    append = _append(tokens, dtype, storage)
+    columns = HEADS * DIM + KV_HEADS * (DIM + VALUE_DIM)
+    return {
+        "qkv": torch.randn(tokens, columns).to(dtype),
+        "q_out": torch.zeros(tokens, HEADS, DIM).to(dtype),
+        **{name: x for name, x in append.items() if name not in ("k", "v")},
+        "positions": torch.randint(0, 20, (tokens,)),
+        "cos_sin": rotary_cos_sin(torch.tensor([1.0, 0.3, 0.1, 0.01]), 20),
+    }
+
+
+def _qk_norm_rope_int8(tokens: int, dtype: torch.dtype) -> Arguments:
+    arguments = _qk_norm_rope(tokens, dtype, torch.int8)
+    arguments |= {"bias": torch.randn(arguments["qkv"].shape[1]).to(dtype), "interleaved": True}
+    return arguments | {"q_weight": torch.randn(DIM).to(dtype), "k_weight": torch.randn(DIM)}
+
+
 def _norm(tokens: int, dtype: torch.dtype) -> Arguments:
     return {"x": torch.randn(tokens, 40).to(dtype), "weight": torch.randn(40).to(dtype)}
 
@@ -226,6 +245,7 @@ _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "plan_attention": {"plain": _plan},
     "merge_attention_states": {"plain": _merge, "dense": _merge_dense},
     "append_paged_kv_cache_": {"plain": _append, "int8": _append_int8, "fp8": _append_fp8},
+    "qk_norm_rope_append_": {"plain": _qk_norm_rope, "int8": _qk_norm_rope_int8},
     "rms_norm": {"plain": _norm, "offset": _norm_offset},
     "layer_norm": {"plain": _layer_norm, "no_bias": _norm_offset},
     "fused_add_rms_norm_": {"plain": _with_residual(_norm), "offset": _with_residual(_norm_offset)},
@@ -268,7 +288,12 @@ def _plan_of(arguments: Arguments, tokens: int) -> Tensor:
 
 def everything(op: str, device: str = "cpu") -> Arguments:
     """Arguments of one valid call in which every tensor argument of the op is there."""
-    variant = {"paged_attention": "int8_tree", "append_paged_kv_cache_": "int8"}.get(op, "plain")
+    variants = {
+        "paged_attention": "int8_tree",
+        "append_paged_kv_cache_": "int8",
+        "qk_norm_rope_append_": "int8",
+    }
+    variant = variants.get(op, "plain")
     if op in ("flash_attention", "flash_attention_varlen"):
         variant = "tree"
     arguments = make(op, variant, device=device)

@@ -24,6 +24,8 @@ ANY_STRIDES = {
     ("paged_attention", "block_table"),
     ("append_paged_kv_cache_", "k_scale"),
     ("append_paged_kv_cache_", "v_scale"),
+    ("qk_norm_rope_append_", "k_scale"),
+    ("qk_norm_rope_append_", "v_scale"),
 }
 
 # Dimensions whose size something else fixes: (op, argument, dimension).
@@ -68,6 +70,16 @@ SIZES = [
     ("append_paged_kv_cache_", "v_cache", 0), ("append_paged_kv_cache_", "v_cache", 3),
     ("append_paged_kv_cache_", "slot_mapping", 0), ("append_paged_kv_cache_", "k_scale", 0),
     ("append_paged_kv_cache_", "k_scale", 1), ("append_paged_kv_cache_", "v_scale", 2),
+    ("qk_norm_rope_append_", "qkv", 0), ("qk_norm_rope_append_", "qkv", 1),
+    ("qk_norm_rope_append_", "q_out", 0), ("qk_norm_rope_append_", "q_out", 1),
+    ("qk_norm_rope_append_", "q_out", 2), ("qk_norm_rope_append_", "k_cache", 0),
+    ("qk_norm_rope_append_", "k_cache", 1), ("qk_norm_rope_append_", "k_cache", 2),
+    ("qk_norm_rope_append_", "k_cache", 3), ("qk_norm_rope_append_", "v_cache", 0),
+    ("qk_norm_rope_append_", "v_cache", 1), ("qk_norm_rope_append_", "v_cache", 3),
+    ("qk_norm_rope_append_", "slot_mapping", 0), ("qk_norm_rope_append_", "positions", 0),
+    ("qk_norm_rope_append_", "cos_sin", 1), ("qk_norm_rope_append_", "bias", 0),
+    ("qk_norm_rope_append_", "q_weight", 0), ("qk_norm_rope_append_", "k_weight", 0),
+    ("qk_norm_rope_append_", "k_scale", 0), ("qk_norm_rope_append_", "v_scale", 2),
     ("fused_add_rms_norm_", "x", 0), ("fused_add_rms_norm_", "x", 1),
     ("fused_add_rms_norm_", "residual", 0), ("fused_add_rms_norm_", "residual", 1),
     ("fused_add_rms_norm_", "weight", 0),

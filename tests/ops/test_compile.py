@@ -87,8 +87,11 @@ def test_out_arguments(backend: Backend, op: str) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    ["rms_norm", "fused_add_rms_norm_", "rotary_embedding_", "silu_and_mul", "paged_attention"],
-)
+    [
+        "rms_norm", "fused_add_rms_norm_", "rotary_embedding_", "qk_norm_rope_append_",
+        "silu_and_mul", "paged_attention",
+    ],
+)  # fmt: skip
 def test_inductor(backend: Backend, op: str) -> None:
     wrapper = getattr(backend.ops, op)
     compiled = torch.compile(wrapper, fullgraph=True, dynamic=True)

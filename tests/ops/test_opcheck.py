@@ -45,8 +45,12 @@ def test_strided_input(backend: Backend, op: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "op", ["rms_norm", "flash_attention", "paged_attention", "append_paged_kv_cache_", "sample"]
-)
+    "op",
+    [
+        "rms_norm", "flash_attention", "paged_attention", "append_paged_kv_cache_",
+        "qk_norm_rope_append_", "sample",
+    ],
+)  # fmt: skip
 def test_half_precision(backend: Backend, op: str, dtype: torch.dtype) -> None:
     arguments = make(op, dtype=dtype, device=backend.device)
     checks = ("test_schema", "test_faketensor")

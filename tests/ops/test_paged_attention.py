@@ -339,13 +339,17 @@ def test_strided_inputs_equal_contiguous(backend: Backend, dtype: torch.dtype) -
     expected = backend.ops.paged_attention(*args, **maxima)
     pair = torch.stack([args[1], args[2]], 1)  # [num_blocks, 2, Hk, block_size, D]
     table = column_slice(args[3])
-    for q in (column_slice(args[0]), misaligned(args[0])):
-        strided = [q, pair[:, 0], pair[:, 1], table, *args[4:]]
-        assert_same_results(backend.ops.paged_attention(*strided, **maxima), expected)
-    caches = [misaligned(args[1]), column_slice(args[2])]
-    assert_same_results(
-        backend.ops.paged_attention(args[0], *caches, *args[3:], **maxima), expected
-    )
+    strided = [
+        [column_slice(args[0]), pair[:, 0], pair[:, 1], table, *args[4:]],
+        [misaligned(args[0]), pair[:, 0], pair[:, 1], table, *args[4:]],
+        [args[0], misaligned(args[1]), column_slice(args[2]), *args[3:]],
+    ]
+    for inputs in strided:
+        ours = backend.ops.paged_attention(*inputs, **maxima)
+        if backend.name == "cuda":  # what is not aligned goes to another kernel
+            check(ours, args, maxima)
+        else:
+            assert_same_results(ours, expected)
     assert pool.block_table is args[3]
 
 

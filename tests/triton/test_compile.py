@@ -85,6 +85,28 @@ def _append(
     return (k, v, *caches, torch.empty(9, dtype=torch.int64), *scales)
 
 
+def _qk_norm_rope(
+    dtype: torch.dtype,
+    storage: torch.dtype,
+    *,
+    dim: int = 128,
+    rotary_dim: int = 128,
+    norm: bool = False,
+    interleaved: bool = False,
+) -> tuple[Any, ...]:
+    qkv = torch.empty(9, (32 + 8 + 8) * dim, dtype=dtype)
+    caches = [torch.empty(4, 8, 16, dim, dtype=storage) for _ in range(2)]
+    indices = [torch.empty(9, dtype=torch.int64) for _ in range(2)]
+    weights = [torch.empty(dim, dtype=dtype) if norm else None for _ in range(2)]
+    scales = [None if storage == dtype else torch.empty(4, 8, 16) for _ in range(2)]
+    bias = torch.empty(qkv.shape[1], dtype=dtype) if norm else None
+    q_out = torch.empty(9, 32, dim, dtype=dtype)
+    table = torch.empty(64, rotary_dim)
+    return (
+        qkv, q_out, *caches, *indices, table, bias, *weights, 1e-6, 0.0, interleaved, *scales
+    )  # fmt: skip
+
+
 def _sample(
     rows: int, vocab: int, dtype: torch.dtype, *names: str, draws: bool = True
 ) -> tuple[Any, ...]:
@@ -139,6 +161,12 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     "append/static": (
         "append_paged_kv_cache_",
         lambda: _append(FP16, FP8, INT8, static=True),
+    ),
+    "qk_norm_rope/bf16": ("qk_norm_rope_append_", lambda: _qk_norm_rope(BF16, BF16)),
+    "qk_norm_rope/norm": ("qk_norm_rope_append_", lambda: _qk_norm_rope(BF16, FP8, norm=True)),
+    "qk_norm_rope/fp32": (
+        "qk_norm_rope_append_",
+        lambda: _qk_norm_rope(FP32, INT8, dim=72, rotary_dim=40, norm=True, interleaved=True),
     ),
     "sample/greedy": ("sample", lambda: _sample(256, 4000, BF16, draws=False)),
     "sample/greedy/one": ("sample", lambda: _sample(1, 151936, FP32, draws=False)),
@@ -200,7 +228,8 @@ def test_every_launched_kernel_has_a_case(name: str) -> None:
     [
         ("rms_norm/head", 2, 1), ("rms_norm/4096", 2, 1), ("fused_add_rms_norm/8192", 2, 2),
         ("silu/bf16", 2, 1), ("gelu/erf", 2, 1), ("rotary/neox", 2, 2),
-        ("rotary/interleaved", 2, 2), ("append/bf16", 1, 1), ("sample/greedy/one", 1, 0),
+        ("rotary/interleaved", 2, 2), ("append/bf16", 1, 1), ("qk_norm_rope/bf16", 3, 3),
+        ("sample/greedy/one", 1, 0),
     ],
 )  # fmt: skip
 def test_aligned_rows_move_16_bytes_at_a_time(case: str, loads: int, stores: int) -> None:
@@ -209,14 +238,22 @@ def test_aligned_rows_move_16_bytes_at_a_time(case: str, loads: int, stores: int
     assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= stores
 
 
+def layouts_of_sums(case: str) -> list[tuple[str, str]]:
+    """The shape and the layout of each tile that the case's kernel sums."""
+    text = launches_of(case)[0].compile(90).asm["ttgir"]
+    aliases = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    sums = re.findall(r"tt\.reduce.*?\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\)", text, re.DOTALL)
+    return [(shape, aliases[layout]) for shape, layout in sums]
+
+
 @pytest.mark.parametrize("case", ["rms_norm/head", "rms_norm/4096"])
 def test_sums_have_one_order_at_every_address(case: str) -> None:
     """R31: the layout of what is summed is the same for aligned and for odd rows."""
-    layouts = []
-    for name in (case, f"{case.removesuffix('/4096')}/odd"):
-        text = launches_of(name)[0].compile(90).asm["ttgir"]
-        aliases = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
-        sums = re.findall(r"tt\.reduce.*?\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\)", text, re.DOTALL)
-        assert len(sums) == 1
-        layouts.append((sums[0][0], aliases[sums[0][1]]))
-    assert layouts[0] == layouts[1]
+    aligned = layouts_of_sums(case)
+    assert len(aligned) == 1
+    assert layouts_of_sums(f"{case.removesuffix('/4096')}/odd") == aligned
+
+
+def test_fused_norms_sum_in_the_order_of_rms_norm() -> None:
+    (alone,) = layouts_of_sums("rms_norm/head")
+    assert layouts_of_sums("qk_norm_rope/norm") == [alone, alone]

@@ -1,0 +1,63 @@
+// Launches the decode kernel for one pair of element formats.
+#pragma once
+
+#include "decode.cuh"
+
+namespace fastinfer::cuda {
+
+template <class T>
+cudaError_t launch_decode_kernel(const DecodeParams& params, int blocks, int device,
+                                 cudaStream_t stream) {
+  constexpr int kMaxDevices = 64;
+  constexpr int kBytes = sizeof(DecodeSmem<T>);
+  static_assert(kBytes <= kMaxSharedBytes);
+  static bool allowed[kMaxDevices] = {};
+  if (device >= kMaxDevices || !allowed[device]) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(decode_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    if (device < kMaxDevices) allowed[device] = true;
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(T::kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, decode_kernel<T>, params);
+}
+
+template <KvFormat kK, KvFormat kV, int kRows>
+cudaError_t launch_decode_rows(const DecodeShape& shape, const DecodeParams& params, int blocks,
+                               int device, cudaStream_t stream) {
+  if (shape.head_dim == 64) {
+    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 64, 64>>(params, blocks, device,
+                                                                     stream);
+  }
+  if (shape.head_dim == 128) {
+    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 128, 128>>(params, blocks, device,
+                                                                       stream);
+  }
+  if (shape.head_dim == 192) {
+    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 192, 128>>(params, blocks, device,
+                                                                       stream);
+  }
+  return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 256, 256>>(params, blocks, device,
+                                                                     stream);
+}
+
+template <KvFormat kK, KvFormat kV>
+cudaError_t launch_decode(const DecodeShape& shape, const DecodeParams& params, int blocks,
+                          int device, cudaStream_t stream) {
+  switch (shape.rows) {
+    case 16: return launch_decode_rows<kK, kV, 16>(shape, params, blocks, device, stream);
+    case 32: return launch_decode_rows<kK, kV, 32>(shape, params, blocks, device, stream);
+    default: return launch_decode_rows<kK, kV, 64>(shape, params, blocks, device, stream);
+  }
+}
+
+}  // namespace fastinfer::cuda

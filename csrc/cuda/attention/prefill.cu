@@ -1,0 +1,87 @@
+// Which prefill kernel takes a problem, if any.
+#include "../tensor_map.h"
+#include "prefill.h"
+
+namespace fastinfer::cuda {
+
+void launch_prefill_d64(const AttentionProblem& a, const PrefillLaunch& launch);
+void launch_prefill_d128(const AttentionProblem& a, const PrefillLaunch& launch);
+void launch_prefill_d192(const AttentionProblem& a, const PrefillLaunch& launch);
+void launch_prefill_d256(const AttentionProblem& a, const PrefillLaunch& launch);
+
+namespace {
+
+// Smaller heads are padded in shared memory. The first that is large enough is taken.
+struct PrefillKernel {
+  int64_t head_dim, value_dim;
+  int64_t tile_rows;
+  int64_t paged_keys;  // in a block of keys of a paged problem
+  bool softcap;        // whether it is compiled: few models need it
+  void (*launch)(const AttentionProblem&, const PrefillLaunch&);
+};
+constexpr PrefillKernel kKernels[] = {
+    {64, 64, 192, 128, false, launch_prefill_d64},
+    {128, 128, 128, 128, true, launch_prefill_d128},
+    {192, 128, 128, 128, false, launch_prefill_d192},
+    {256, 256, 128, 64, true, launch_prefill_d256},
+};
+
+const PrefillKernel* choose_kernel(const AttentionProblem& p) {
+  for (const PrefillKernel& kernel : kKernels) {
+    if (p.head_dim <= kernel.head_dim && p.value_dim <= kernel.value_dim &&
+        (p.softcap == 0.f || kernel.softcap)) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+// Splitting keys, which this kernel does not do, pays where there are fewer tiles than SMs and keys
+// enough to split.
+bool should_split(const AttentionProblem& p, const PrefillKernel& kernel, int num_sms) {
+  constexpr int64_t kShort = 512;
+  if (p.batch_invariant || p.max_seqlen_k <= kShort) return false;
+  const int64_t tokens = kernel.tile_rows / (p.num_heads / p.num_kv_heads);
+  const int64_t tiles = p.layout == AttentionLayout::kDense
+                            ? (p.max_seqlen_q + tokens - 1) / tokens * p.num_sequences
+                            : (p.total_q + tokens - 1) / tokens;
+  return 2 * tiles * p.num_kv_heads < num_sms;
+}
+
+}  // namespace
+
+bool prefill_supports(const AttentionProblem& p, int num_sms) {
+  if (p.dtype != ScalarType::BFloat16 && p.dtype != ScalarType::Half) return false;
+  if (p.head_dim % 8 != 0 || p.value_dim % 8 != 0) return false;
+  const PrefillKernel* kernel = choose_kernel(p);
+  if (kernel == nullptr || p.num_heads / p.num_kv_heads > kernel->tile_rows) return false;
+  if (p.tree_mask != nullptr || !(p.scale > 0.f)) return false;
+  const bool dense = p.layout == AttentionLayout::kDense;
+  const bool paged = p.layout == AttentionLayout::kPaged;
+  const int64_t queries = dense ? p.max_seqlen_q : p.total_q;
+  const int64_t keys = dense ? p.max_seqlen_k : paged ? p.block_size : p.total_k;
+  if (queries == 0 || keys == 0 || (paged && p.num_blocks == 0)) return false;
+  if (paged) {
+    if (p.k.dtype != p.dtype || p.v.dtype != p.dtype) return false;
+    const int64_t page = std::min(p.block_size, kernel->paged_keys);
+    if (kernel->paged_keys % page != 0 || p.block_size % page != 0) return false;
+  }
+  const int64_t outer = dense ? p.num_sequences : 2;  // 2: its stride matters, or is 0
+  const auto aligned = [&](const void* data, const AttentionStrides& s, int64_t tokens,
+                           int64_t heads) {
+    return aligned_to_16(data, {{outer, s.outer}, {tokens, s.token}, {heads, s.head}});
+  };
+  if (!aligned(p.q, p.q_strides, queries, p.num_heads) ||
+      !aligned(p.k.data, p.k.strides, keys, p.num_kv_heads) ||
+      !aligned(p.v.data, p.v.strides, keys, p.num_kv_heads) ||
+      !aligned(p.out, p.out_strides, queries, p.num_heads)) {
+    return false;
+  }
+  return !should_split(p, *kernel, num_sms);
+}
+
+void run_prefill(const AttentionProblem& p, const PrefillLaunch& launch) {
+  choose_kernel(p)->launch(p, launch);
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,10 @@
+// The prefill kernel for head sizes up to 64.
+#include "prefill_launch.cuh"
+
+namespace fastinfer::cuda {
+
+void launch_prefill_d64(const AttentionProblem& a, const PrefillLaunch& launch) {
+  launch_prefill_for<64, 64, 192, 128, 2, false>(a, launch);
+}
+
+}  // namespace fastinfer::cuda

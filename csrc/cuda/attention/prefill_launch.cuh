@@ -1,0 +1,140 @@
+// Launch of one instantiation of the prefill kernel.
+#pragma once
+
+#include <algorithm>
+
+#include "../../checks/attention.h"
+#include "../tensor_map.h"
+#include "prefill.cuh"
+#include "prefill.h"
+
+namespace fastinfer::cuda {
+
+// Bytes of keys and values that the tiles in flight should share: half the L2 cache.
+constexpr int64_t kSectionBytes = 24 << 20;
+
+inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
+  constexpr int64_t kMaxWindow = 1 << 29;  // beyond any length, and sums with it stay in 32 bits
+  constexpr double kLog2e = 1.4426950408889634;
+  const auto strides = [](const AttentionStrides& s) {
+    return PrefillStrides{s.outer, s.token, s.head};
+  };
+  PrefillParams p{};
+  p.q = a.q;
+  p.k = a.k.data;
+  p.v = a.v.data;
+  p.out = a.out;
+  p.lse = a.lse;
+  p.q_strides = strides(a.q_strides);
+  p.k_strides = strides(a.k.strides);
+  p.v_strides = strides(a.v.strides);
+  p.out_strides = strides(a.out_strides);
+  p.lse_outer = a.lse_strides.outer;
+  p.lse_head = a.lse_strides.head;
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.seq_lens = a.seq_lens;
+  p.block_table = a.block_table;
+  p.table_sequence = a.block_table_strides[0];
+  p.table_block = a.block_table_strides[1];
+  p.num_blocks = static_cast<int32_t>(a.num_blocks);
+  p.block_size = static_cast<int32_t>(a.block_size);
+  p.sinks = a.sinks;
+  p.num_sequences = static_cast<int32_t>(a.num_sequences);
+  p.num_kv_heads = static_cast<int32_t>(a.num_kv_heads);
+  p.group = static_cast<int32_t>(a.num_heads / a.num_kv_heads);
+  p.tile_tokens = tile_rows / p.group;
+  p.head_dim = static_cast<int32_t>(a.head_dim);
+  p.value_dim = static_cast<int32_t>(a.value_dim);
+  p.window_left = static_cast<int32_t>(std::min(a.window_left, kMaxWindow));
+  p.window_right = static_cast<int32_t>(std::min(a.window_right, kMaxWindow));
+  p.seqlen_q = static_cast<int32_t>(a.max_seqlen_q);
+  p.seqlen_k = static_cast<int32_t>(a.max_seqlen_k);
+  p.tiles_per_sequence = (p.seqlen_q + p.tile_tokens - 1) / p.tile_tokens;
+  const int64_t pairs = a.num_sequences * a.num_kv_heads;
+  // Ragged: at most so many. Each sequence ends with a partial tile.
+  p.num_tiles = a.layout == AttentionLayout::kDense
+                    ? pairs * p.tiles_per_sequence
+                    : (a.total_q / p.tile_tokens + a.num_sequences) * a.num_kv_heads;
+  const int64_t pair_bytes = a.max_seqlen_k * (a.head_dim + a.value_dim) * 2;
+  p.section_pairs = static_cast<int32_t>(
+      std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pair_bytes, 1), 1, pairs));
+  p.scale = a.scale;
+  p.scale_log2 = static_cast<float>(a.scale * kLog2e);
+  if (a.softcap > 0.f) {
+    p.cap_scale = a.scale / a.softcap;
+    p.softcap_log2 = static_cast<float>(a.softcap * kLog2e);
+    p.scale_log2 = 1.f;
+  }
+  return p;
+}
+
+template <class Traits>
+void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
+  PrefillParams p = prefill_params(a, Traits::kM);
+  p.tiles_taken = launch.counter;
+  const bool dense = a.layout == AttentionLayout::kDense;
+  const int64_t outer = dense ? a.num_sequences : 1;
+  const int64_t queries = dense ? a.max_seqlen_q : a.total_q;
+  const int64_t keys = dense ? a.max_seqlen_k : a.total_k;
+  const bool paged = a.layout == AttentionLayout::kPaged;
+  p.page_tokens = static_cast<int32_t>(std::min<int64_t>(a.block_size, Traits::kN));
+  p.narrow_rows = launch.narrow_rows;
+  const auto key_map = [&](const AttentionKv& kv, int64_t dim) {
+    if (paged) {
+      return make_tensor_map(a.op, a.dtype,
+                             {kv.data,
+                              {dim, a.block_size, a.num_kv_heads, a.num_blocks},
+                              {1, kv.strides.token, kv.strides.head, kv.strides.outer},
+                              {kSlab, static_cast<uint32_t>(p.page_tokens), 1, 1}});
+    }
+    return make_tensor_map(a.op, a.dtype,
+                           {kv.data,
+                            {dim, keys, a.num_kv_heads, outer},
+                            {1, kv.strides.token, kv.strides.head, kv.strides.outer},
+                            {kSlab, Traits::kN, 1, 1}});
+  };
+  const CUtensorMap q_map = make_tensor_map(
+      a.op, a.dtype,
+      {a.q,
+       {a.head_dim, a.num_heads, queries, outer},
+       {1, a.q_strides.head, a.q_strides.token, a.q_strides.outer},
+       {kSlab, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
+  const CUtensorMap k_map = key_map(a.k, a.head_dim);
+  const CUtensorMap v_map = key_map(a.v, a.value_dim);
+
+  const auto kernel = prefill_kernel<Traits>;
+  constexpr int kSharedBytes = sizeof(PrefillShared<Traits>) + 1024;  // to align it
+  static_assert(kSharedBytes <= 227 * 1024);
+  // An attribute of the function on each device; setting it is cheap.
+  FI_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+      a.op);
+  FI_CUDA_CHECK(cudaMemsetAsync(launch.counter, 0, sizeof(*launch.counter), launch.stream), a.op);
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(launch.num_sms, p.num_tiles));
+  kernel<<<grid, Traits::kThreads, kSharedBytes, launch.stream>>>(p, q_map, k_map, v_map);
+  FI_CUDA_CHECK(cudaGetLastError(), a.op);
+}
+
+// For both element types; also with softcap where kSoftcap.
+template <int kHeadDim, int kValueDim, int kM, int kN, int kQueryStages, bool kSoftcap>
+void launch_prefill_for(const AttentionProblem& a, const PrefillLaunch& launch) {
+  const bool bf16 = a.dtype == ScalarType::BFloat16;
+  if constexpr (kSoftcap) {
+    if (a.softcap > 0.f) {
+      return bf16 ? launch_prefill<PrefillTraits<__nv_bfloat16, kHeadDim, kValueDim, kM, kN,
+                                                 kQueryStages, true>>(a, launch)
+                  : launch_prefill<
+                        PrefillTraits<__half, kHeadDim, kValueDim, kM, kN, kQueryStages, true>>(
+                        a, launch);
+    }
+  }
+  return bf16 ? launch_prefill<
+                    PrefillTraits<__nv_bfloat16, kHeadDim, kValueDim, kM, kN, kQueryStages, false>>(
+                    a, launch)
+              : launch_prefill<
+                    PrefillTraits<__half, kHeadDim, kValueDim, kM, kN, kQueryStages, false>>(
+                    a, launch);
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,247 @@
+// The two rows of a tile that a thread shares with the three others of its quad: running softmax,
+// accumulator, result.
+//
+// wgmma's layout: of every eight columns a thread holds two, 2 * (lane % 4) and the next, of the
+// rows lane / 4 and lane / 4 + 8 of its warp's 16: d[4 j + 2 r + e] is column 8 j + 2 (lane % 4) +
+// e of its row r.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../ptx/convert.h"
+#include "prefill_isolated.cuh"
+#include "prefill_params.h"
+
+namespace fastinfer::cuda {
+
+// exp2 of a large argument is inf, and 1 - 2 / inf is 1. For small ones that would leave few
+// digits: there it is a polynomial, tanh(x) / x as a function of x^2 fitted up to 0.4.
+__device__ inline float tanh_accurate(float x) {
+  const float square = x * x;
+  const float tail =
+      0.13332735f + square * (-0.053845163f + square * (0.020968756f + square * -0.006054318f));
+  const float near = x + x * square * (-0.33333328f + square * tail);
+  const float grown = ptx::exp2(x * 2.8853900817779268f);
+  return square < 0.4f ? near : 1.f - 2.f / (1.f + grown);
+}
+
+template <class T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<__nv_bfloat16> = true;
+
+// Scores of the accumulator's layout as A operands of 16 keys each.
+template <class T, int kN>
+__device__ inline void pack_probabilities(const float (&s)[kN / 2], uint32_t (&p)[kN / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kN / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      p[i][j] = ptx::pack<kIsBf16<T>>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+      asm volatile("" : "+r"(p[i][j])::"memory");
+    }
+  }
+}
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// x[i] of a quad's thread t becomes x[t] of its thread i.
+__device__ inline void quad_transpose(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      uint32_t& low = x[i];
+      uint32_t& high = x[i | bit];
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? low : high, bit);
+      (upper ? low : high) = received;
+    }
+  }
+}
+
+// Which rows of every tile a thread has.
+struct ThreadRows {
+  int row;       // of the tile, and row + 8
+  int token[2];  // of the tile that they belong to
+  int lane;
+
+  __device__ ThreadRows(const PrefillParams& p, int first_row) {
+    lane = threadIdx.x % 32;
+    row = first_row + lane / 4;
+    token[0] = row / p.group;
+    token[1] = (row + 8) / p.group;
+  }
+};
+
+template <int kValueDim>
+struct RowState {
+  float o[kValueDim / 2];
+  float maximum[2];  // of the scores so far; -inf before the first visible key
+  float sum[2];      // of this thread's probabilities
+  float alpha[2];    // what the last block's maximum makes of earlier sums
+
+  __device__ void start() {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = -INFINITY;
+      sum[r] = 0.f;
+    }
+  }
+
+  template <int kN>
+  __device__ static void cap(float (&s)[kN / 2], const PrefillParams& p) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) s[i] = p.softcap_log2 * tanh_accurate(s[i] * p.cap_scale);
+  }
+
+  // -inf for keys that a row does not see, of the block that begins at key `first`.
+  template <int kN>
+  __device__ static void mask(float (&s)[kN / 2], const PrefillParams& p, const PrefillTile& tile,
+                              const ThreadRows& mine, int32_t first) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange seen = seen_keys(p, tile, tile.token_begin + mine.token[r]);
+      const int32_t offset = first + mine.lane % 4 * 2;
+      const int32_t from = seen.begin - offset, to = seen.end - offset;
+      if (p.window_left < 0) {  // nearly always: half as many comparisons
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+          if (8 * j >= to) s[4 * j + 2 * r] = -INFINITY;
+          if (8 * j + 1 >= to) s[4 * j + 2 * r + 1] = -INFINITY;
+        }
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * j + e;
+          if (column < from || column >= to) s[4 * j + 2 * r + e] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Scores become probabilities relative to the new maximum.
+  template <int kN>
+  __device__ void softmax(float (&s)[kN / 2], float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float highest = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kN / 8; ++j) {
+        highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      }
+      highest = fmaxf(maximum[r], quad_max(highest));
+      // A row that has seen nothing keeps -inf; taking it from -inf would be NaN.
+      const float base = highest == -INFINITY ? 0.f : highest * scale_log2;
+      alpha[r] = ptx::exp2(maximum[r] * scale_log2 - base);
+      maximum[r] = highest;
+      float total = 0.f;
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          x = ptx::exp2(fmaf(x, scale_log2, -base));
+          total += x;
+        }
+      }
+      sum[r] = sum[r] * alpha[r] + total;
+    }
+  }
+
+  // Maxima seldom change after the first blocks.
+  __device__ void rescale() {
+    if (!__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) return;
+#pragma unroll
+    for (int j = 0; j < kValueDim / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[4 * j + i] *= alpha[i / 2];
+    }
+  }
+
+  // masked: some of the tile's keys are hidden from some of its rows, so that 0 * NaN may have
+  // reached rows that must not see it. They are computed again, each by itself.
+  template <class T>
+  __device__ void finish(const PrefillParams& p, const PrefillTile& tile, const ThreadRows& mine,
+                         bool masked) {
+    const int lane = mine.lane;
+    bool again[2] = {false, false};
+    int64_t place[2];  // of the row in out
+    bool real[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = tile.token_begin + mine.token[r];
+      const int head = tile.kv_head * p.group + mine.row + 8 * r - mine.token[r] * p.group;
+      real[r] = mine.token[r] < p.tile_tokens && token < tile.seqlen_q;
+      const int64_t at = int64_t{tile.first_query} + token;
+      place[r] = tile.sequence * p.out_strides.outer + at * p.out_strides.token +
+                 head * p.out_strides.head;
+      const float total = quad_sum(sum[r]);
+      const bool empty = total == 0.f;
+      float denominator = total;
+      if (p.sinks != nullptr && real[r]) {
+        denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - maximum[r] * p.scale_log2);
+      }
+      const float factor = empty ? 0.f : 1.f / denominator;
+      float probe = 0.f;  // NaN if an element is NaN or infinite
+#pragma unroll
+      for (int j = 0; j < kValueDim / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = o[4 * j + 2 * r + e];
+          x *= factor;
+          probe = fmaf(x, 0.f, probe);
+        }
+      }
+      again[r] = masked && real[r] && probe != 0.f;
+      if (real[r] && lane % 4 == 0) {
+        p.lse[tile.sequence * p.lse_outer + head * p.lse_head + at] =
+            empty ? -INFINITY : maximum[r] * p.scale_log2 * 0.6931471805599453f + logf(total);
+      }
+    }
+    T* out = static_cast<T*>(p.out);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < kValueDim / 8; j += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[i] = ptx::pack<kIsBf16<T>>(o[4 * (j + i) + 2 * r], o[4 * (j + i) + 2 * r + 1]);
+        }
+        quad_transpose(x);  // eight columns in a row: one store of 16 bytes
+        const int column = 8 * (j + lane % 4);
+        if (real[r] && column < p.value_dim) {
+          *reinterpret_cast<uint4*>(out + place[r] + column) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t rows = __ballot_sync(~0u, again[r]);
+      if (rows == 0) continue;
+      __syncwarp();  // what was stored above is stored again
+      for (int i = 0; i < 8; ++i, rows >>= 4) {
+        if (rows & 15) isolated_row<T>(p, tile, mine.row - lane / 4 + i + 8 * r, lane);
+      }
+    }
+  }
+};
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,298 @@
+// Rows on their way into pages: 16-byte vectors of elements, the place of a slot, and quantization
+// whose bits are those of an IEEE division. Shared by the kernels of this folder.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fastinfer::cuda {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+enum class PageFormat : int { kElements, kInt8, kFp8 };
+
+// ---- 16 bytes of a row
+
+// Kept in words: an array of 16-bit elements would be taken apart as soon as it is loaded, and
+// every load would wait for the one before.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  uint32_t words[4];
+};
+
+// In one instruction; `from` and `to` are aligned to 16 bytes.
+template <class T>
+__device__ inline Pack<T> load_pack(const T* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  return {words.x, words.y, words.z, words.w};
+}
+
+template <class T>
+__device__ inline void store_pack(T* to, const Pack<T>& pack) {
+  const uint32_t (&words)[4] = pack.words;
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Two neighbouring elements in a word.
+template <class T>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+  __device__ static float2 to_floats(uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  }
+  __device__ static type from_floats(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+template <>
+struct PairOf<__half> {
+  using type = __half2;
+  __device__ static float2 to_floats(uint32_t word) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+  __device__ static type from_floats(float a, float b) { return __floats2half2_rn(a, b); }
+};
+
+template <class T>
+__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
+  return *reinterpret_cast<const typename PairOf<T>::type*>(&word);
+}
+
+template <class T>
+__device__ inline void unpack(const Pack<T>& pack, float (&values)[Pack<T>::kSize]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if constexpr (std::is_same_v<T, float>) {
+      values[w] = __uint_as_float(pack.words[w]);
+    } else {
+      const float2 two = PairOf<T>::to_floats(pack.words[w]);
+      values[2 * w] = two.x, values[2 * w + 1] = two.y;
+    }
+  }
+}
+
+// Rounded to nearest even.
+template <class T>
+__device__ inline Pack<T> rounded(const float (&values)[Pack<T>::kSize]) {
+  Pack<T> pack;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if constexpr (std::is_same_v<T, float>) {
+      pack.words[w] = __float_as_uint(values[w]);
+    } else {
+      const auto pair = PairOf<T>::from_floats(values[2 * w], values[2 * w + 1]);
+      pack.words[w] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return pack;
+}
+
+// The largest magnitude as the bits of a float, where NaN is above infinity: as unsigned integers
+// such bits keep their order, so maxima of them can be taken further.
+template <class T>
+__device__ inline uint32_t largest_magnitude(const Pack<T>& pack) {
+  if constexpr (std::is_same_v<T, float>) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (uint32_t word : pack.words) largest = max(largest, word & 0x7fffffffu);
+    return largest;
+  } else {
+    auto largest = __habs2(pair_of<T>(pack.words[0]));
+#pragma unroll
+    for (int w = 1; w < 4; ++w) {
+      largest = __hmax2_nan(largest, __habs2(pair_of<T>(pack.words[w])));
+    }
+    const float2 two = PairOf<T>::to_floats(*reinterpret_cast<const uint32_t*>(&largest));
+    return max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
+}
+
+// Over the `lanes` (a power of two) neighbouring threads that hold one row.
+__device__ inline uint32_t largest_of_lanes(uint32_t value, int lanes) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (mask < lanes) value = max(value, __shfl_xor_sync(kFullWarp, value, mask));
+  }
+  return value;
+}
+
+// ---- quantization
+
+__host__ __device__ constexpr float limit_of(PageFormat format) {
+  return format == PageFormat::kInt8 ? 127.0f : 448.0f;
+}
+
+__device__ inline float dynamic_scale(uint32_t largest, PageFormat format) {
+  const float scale = __fdiv_rn(__uint_as_float(largest), limit_of(format));
+  return scale == 0.0f ? 1.0f : scale;
+}
+
+// x / scale by multiplications, for the elements of one row.
+//
+// Where usable() holds, quotient(x) is the correctly rounded x / s (or, below 2^-12, something as
+// small and of the same sign, which has the same code). Let u be one unit in the last place of
+// q = x / s, and m the mantissa of s, in [1, 2).
+//   - 1 - s low is a multiple of ulp(s) ulp(low) of at most 2^24 such units, so it is exact, and
+//     low + rest is 1 / s but for 2^-45 of it. The first step rounds x low + x rest: beside that
+//     rounding it errs by less than 2^-20 u, and |q1 - q| is at most (1/2 + 2^-20) u.
+//   - q1 s - x is a multiple of ulp(q1) ulp(s), again at most 2^24 of them: exact. The relative
+//     error of `nearest` is at most m 2^-25, so before its rounding the second step, q1 minus the
+//     product of both, errs by less than (1 + 2^-18) m 2^-26 u. Half-way points h of the result
+//     have h s - x != 0, at least u ulp(s) / 2, so |h - q| >= 2^-24 u / m. The error is smaller,
+//     and the rounding goes the right way, if m^2 (1 + 2^-18) < 4: for all but the last few
+//     mantissas, of which 256 are left out.
+// The range of s keeps all these numbers, for |q| from 2^-12 to 2^30, far from under- and overflow.
+struct RowDivision {
+  float scale;
+  float nearest;  // 1 / scale
+  float low;      // rounded down, and what is missing: neither is negative
+  float rest;
+
+  __device__ static RowDivision by(float s) {
+    const float low = __frcp_rd(s);
+    return {s, __frcp_rn(s), low, __fmul_rn(__fmaf_rn(-s, low, 1.0f), low)};
+  }
+
+  // For a row, or a part of it, whose largest magnitude has these bits; false if there is a NaN.
+  __device__ bool usable(uint32_t largest) const {
+    return scale >= 0x1p-80f && scale <= 0x1p80f &&
+           (__float_as_uint(scale) & 0x7fffffu) < 0x7fff00u && largest_quotient(largest) <= 0x1p30f;
+  }
+
+  // But for its rounding.
+  __device__ float largest_quotient(uint32_t largest) const {
+    return __fmul_rn(__uint_as_float(largest), nearest);
+  }
+
+  // x = -0 gives -0: both terms of every sum are then -0.
+  __device__ float quotient(float x) const {
+    const float q = __fmaf_rn(x, low, __fmul_rn(x, rest));
+    const float excess = __fmaf_rn(q, scale, -x);
+    return __fmaf_rn(-excess, nearest, q);
+  }
+};
+
+// 1.5 * 2^23: added to |x| < 2^22, it rounds to an integer, held in the low bits.
+constexpr float kRoundingMagic = 12582912.0f;
+
+// The codes of four quotients, the first in the lowest byte; in int8 of magnitudes up to 127.
+template <PageFormat kFormat>
+__device__ inline uint32_t encode_four(const float (&q)[4]) {
+  if constexpr (kFormat == PageFormat::kInt8) {
+    uint32_t code[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) code[e] = __float_as_uint(__fadd_rn(q[e], kRoundingMagic));
+    return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040),
+                       0x5410);
+  } else {
+    const uint32_t low =
+        __nv_cvt_float2_to_fp8x2(make_float2(q[0], q[1]), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high =
+        __nv_cvt_float2_to_fp8x2(make_float2(q[2], q[3]), __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
+  }
+}
+
+// The code of any element under any scale. NaN becomes 0 in int8, and in fp8 a NaN of its sign.
+template <PageFormat kFormat>
+__device__ inline uint32_t encode_any(float x, float scale) {
+  const float q = __fdiv_rn(x, scale);
+  if constexpr (kFormat == PageFormat::kInt8) {
+    const float clamped = fminf(fmaxf(q, -127.0f), 127.0f);
+    return isnan(q) ? 0 : __float_as_uint(__fadd_rn(clamped, kRoundingMagic)) & 0xff;
+  } else {
+    if (isnan(q)) return 0x7f | (__float_as_uint(x) >> 24 & 0x80);
+    return __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
+  }
+}
+
+// The codes of a thread's part of a row, in words of four. `largest` is that of the part or more.
+template <PageFormat kFormat, int kPacks, class T>
+__device__ inline void quantize(const Pack<T>* x, float scale, uint32_t largest, uint32_t* words) {
+  constexpr int kSize = Pack<T>::kSize;
+  const RowDivision division = RowDivision::by(scale);
+  const bool usable = division.usable(largest);
+  // Under a scale of the row's own nothing is beyond the limit, but for what rounding takes back.
+  const bool clamped = kFormat == PageFormat::kInt8 && division.largest_quotient(largest) > 127.25f;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    float values[kSize];
+    unpack(x[i], values);
+#pragma unroll
+    for (int e = 0; e < kSize; e += 4) {
+      uint32_t& word = words[(i * kSize + e) / 4];
+      if (!usable) {
+        word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word |= encode_any<kFormat>(values[e + j], scale) << 8 * j;
+        continue;
+      }
+      float q[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        q[j] = division.quotient(values[e + j]);
+        if (clamped) q[j] = fminf(fmaxf(q[j], -127.0f), 127.0f);
+      }
+      word = encode_four<kFormat>(q);
+    }
+  }
+}
+
+// ---- places
+
+// n / divisor by a multiplication, for n and divisor below 2^31.
+//
+// With 2^(l - 1) < d <= 2^l and m = ceil(2^(31 + l) / d), which is below 2^32, m d exceeds 2^(31 +
+// l) by e < 2^l; so n m / 2^(31 + l) exceeds n / d by n e / (d 2^(31 + l)) < 1 / d: the floor is
+// right.
+struct Divider {
+  uint32_t magic;
+  int shift;
+  int32_t divisor;
+
+  explicit Divider(int32_t d) : shift(31), divisor(d) {
+    while ((int64_t{1} << (shift - 31)) < d) ++shift;
+    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / d);
+  }
+
+#ifdef __CUDACC__
+  __device__ int32_t quotient(int32_t n) const {
+    return static_cast<int32_t>(uint64_t{static_cast<uint32_t>(n)} * magic >> shift);
+  }
+#endif
+};
+
+// The pages of K, or of V, and their scales. Strides are in elements.
+struct PageSide {
+  void* cache;  // [num_blocks, Hk, block_size, dim]: elements, or bytes if quantized
+  int64_t cache_block_stride;
+  int64_t cache_head_stride;
+  int64_t cache_slot_stride;
+  float* scale;  // [num_blocks, Hk, block_size], written; [Hk], read; null if not quantized
+  int64_t scale_block_stride;
+  int64_t scale_head_stride;
+  int64_t scale_slot_stride;
+  PageFormat format;
+  bool scale_is_dynamic;
+};
+
+// The first element of a head's row in the cache.
+__device__ inline int64_t element_at(const PageSide& side, int32_t block, int32_t offset,
+                                     int32_t head) {
+  return block * side.cache_block_stride + offset * side.cache_slot_stride +
+         head * side.cache_head_stride;
+}
+
+// The scale of a head's row.
+__device__ inline float* scale_at(const PageSide& side, int32_t block, int32_t offset,
+                                  int32_t head) {
+  return side.scale + block * side.scale_block_stride + offset * side.scale_slot_stride +
+         head * side.scale_head_stride;
+}
+
+}  // namespace fastinfer::cuda

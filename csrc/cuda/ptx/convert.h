@@ -1,0 +1,39 @@
+// Element conversions on packed registers; the lower half holds the first of two elements.
+#pragma once
+
+#include <cstdint>
+
+namespace fastinfer::cuda::ptx {
+
+// Two e4m3 numbers, in the lower half of `bytes`, as fp16, exactly.
+__device__ inline uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
+  return pair;
+}
+
+template <bool kBf16>
+__device__ inline uint32_t pack(float first, float second) {
+  uint32_t pair;
+  if constexpr (kBf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(second), "f"(first));
+  }
+  return pair;
+}
+
+__device__ inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;\n" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+// 2^x within 2 ulp; 2^-inf is 0.
+__device__ inline float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace fastinfer::cuda::ptx
