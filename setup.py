@@ -222,7 +222,6 @@ def add_ops_library(
             "-std=c++20",
             *gencode,
             "--cudart static",
-            "-lineinfo",
             "-Xptxas -v",
             "-DUSE_CUDA",
             *torch_flags,

@@ -30,7 +30,7 @@ class Backend:
         return self.name == "triton" and self.device == "cpu"
 
 
-INTERPRETED_CASES = 4  # of a test
+INTERPRETED_CASES = 3  # of a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,11 +19,14 @@ struct MappedTensor {
 // Fails with what the driver says if it refuses the map.
 CUtensorMap make_tensor_map(const char* op, ScalarType dtype, const MappedTensor& tensor);
 
-// Whether strides (in 16-bit elements) and the address suit TMA and accesses of 16 bytes.
-inline bool aligned_to_16(const void* data,
-                          std::initializer_list<std::pair<int64_t, int64_t>> sizes_and_strides) {
+// Whether strides (in 16-bit elements) and the address suit TMA and accesses of 16 bytes. A
+// dimension of stride 0 is none that TMA knows.
+inline bool suits_tma(const void* data,
+                      std::initializer_list<std::pair<int64_t, int64_t>> sizes_and_strides) {
   bool ok = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  for (const auto& [size, stride] : sizes_and_strides) ok = ok && (size <= 1 || stride % 8 == 0);
+  for (const auto& [size, stride] : sizes_and_strides) {
+    ok = ok && (size <= 1 || (stride > 0 && stride % 8 == 0));
+  }
   return ok;
 }
 

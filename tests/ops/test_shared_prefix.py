@@ -210,6 +210,8 @@ def test_one_group_needs_no_bounds(backend: Backend) -> None:
 
 @pytest.mark.parametrize("option", ["default", "batch_invariant", "right"])
 def test_plans_are_reused(backend: Backend, option: str) -> None:
+    if backend.interpreted:
+        pytest.skip("slow there, and about the composition alone")
     step = make(backend, Groups([900, 30], [[(1, 400), (2, 5)], [(1, 700)]]), torch.bfloat16)
     options = drawn(OPTIONS[option], 4, backend.device)
     planned = {name: value for name, value in options.items() if name != "sinks"}
@@ -276,6 +278,8 @@ def test_no_keys_at_all(backend: Backend) -> None:
 
 def test_one_graph(backend: Backend) -> None:
     """torch.compile(fullgraph=True)."""
+    if backend.interpreted:
+        pytest.skip("slow there, and about the composition alone")
     torch._dynamo.reset()
     step = make(backend, STEPS["groups"], torch.float32)
     expected = backend.ops.shared_prefix_attention(*step.args, **step.shape)

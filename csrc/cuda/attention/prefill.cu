@@ -56,6 +56,9 @@ bool prefill_supports(const AttentionProblem& p, int num_sms) {
   const PrefillKernel* kernel = choose_kernel(p);
   if (kernel == nullptr || p.num_heads / p.num_kv_heads > kernel->tile_rows) return false;
   if (p.tree_mask != nullptr || !(p.scale > 0.f)) return false;
+  // Positions, with windows added, are 32-bit numbers.
+  constexpr int64_t kLongest = 1 << 30;
+  if (p.max_seqlen_q > kLongest || p.max_seqlen_k > kLongest) return false;
   const bool dense = p.layout == AttentionLayout::kDense;
   const bool paged = p.layout == AttentionLayout::kPaged;
   const int64_t queries = dense ? p.max_seqlen_q : p.total_q;
@@ -66,15 +69,16 @@ bool prefill_supports(const AttentionProblem& p, int num_sms) {
     const int64_t page = std::min(p.block_size, kernel->paged_keys);
     if (kernel->paged_keys % page != 0 || p.block_size % page != 0) return false;
   }
-  const int64_t outer = dense ? p.num_sequences : 2;  // 2: its stride matters, or is 0
-  const auto aligned = [&](const void* data, const AttentionStrides& s, int64_t tokens,
-                           int64_t heads) {
-    return aligned_to_16(data, {{outer, s.outer}, {tokens, s.token}, {heads, s.head}});
+  const auto suits = [](const void* data, const AttentionStrides& s, int64_t outer, int64_t tokens,
+                        int64_t heads) {
+    return suits_tma(data, {{outer, s.outer}, {tokens, s.token}, {heads, s.head}});
   };
-  if (!aligned(p.q, p.q_strides, queries, p.num_heads) ||
-      !aligned(p.k.data, p.k.strides, keys, p.num_kv_heads) ||
-      !aligned(p.v.data, p.v.strides, keys, p.num_kv_heads) ||
-      !aligned(p.out, p.out_strides, queries, p.num_heads)) {
+  const int64_t q_outer = dense ? p.num_sequences : 1;
+  const int64_t k_outer = paged ? p.num_blocks : q_outer;
+  if (!suits(p.q, p.q_strides, q_outer, queries, p.num_heads) ||
+      !suits(p.k.data, p.k.strides, k_outer, keys, p.num_kv_heads) ||
+      !suits(p.v.data, p.v.strides, k_outer, keys, p.num_kv_heads) ||
+      !suits(p.out, p.out_strides, q_outer, queries, p.num_heads)) {
     return false;
   }
   return !should_split(p, *kernel, num_sms);
