@@ -265,14 +265,15 @@ def norm_kernel(
         if CENTRE:
             if not GUESSED:
                 mean = tl.div_rn(tl.sum(x, axis=1), HIDDEN * 1.0)
-            x = tl.where(mask, x - mean[:, None], 0.0)
-            low, square = _moments(x, HIDDEN)
+            low, square = _moments(tl.where(mask, x - mean[:, None], 0.0), HIDDEN)
             if GUESSED:
-                # Where the guess is far off, most of the difference below would cancel.
+                # Where the guess is far off, most of the difference below would cancel, and x
+                # minus the guess has lost digits: again, from x.
                 far = low * low > 0.5 * square
                 if tl.max(far.to(tl.int32), axis=0) > 0:
-                    x = tl.where(mask, x - tl.where(far, low, 0.0)[:, None], 0.0)
-                    low, square = _moments(x, HIDDEN)
+                    mean += tl.where(far, low, 0.0)
+                    low, square = _moments(tl.where(mask, x - mean[:, None], 0.0), HIDDEN)
+            x -= mean[:, None]
             variance = square - low * low
         else:
             variance = tl.div_rn(tl.sum(x * x, axis=1), HIDDEN * 1.0)

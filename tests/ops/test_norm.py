@@ -284,6 +284,15 @@ def test_layer_norm_of_a_large_mean(backend: Backend) -> None:
     check("layer_norm", backend.ops.layer_norm(x, weight), x, weight)
 
 
+def test_layer_norm_of_a_row_that_begins_far_from_its_mean(backend: Backend) -> None:
+    """A mean guessed from the first elements is no help there, and must do no harm."""
+    x = torch.randn(4, 8192, device=backend.device)
+    x[1, :4] += 1e4
+    x[3, :8] -= 1e3
+    weight = torch.ones(8192, device=backend.device)
+    check("layer_norm", backend.ops.layer_norm(x, weight), x, weight)
+
+
 @by_norm
 def test_constant_and_zero_rows(backend: Backend, norm: str) -> None:
     x = torch.zeros(2, 64, device=backend.device)

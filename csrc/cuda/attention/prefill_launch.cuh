@@ -59,7 +59,6 @@ inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
   const int64_t pair_bytes = a.max_seqlen_k * (a.head_dim + a.value_dim) * 2;
   p.section_pairs = static_cast<int32_t>(
       std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pair_bytes, 1), 1, pairs));
-  p.scale = a.scale;
   p.scale_log2 = static_cast<float>(a.scale * kLog2e);
   if (a.softcap > 0.f) {
     p.cap_scale = a.scale / a.softcap;

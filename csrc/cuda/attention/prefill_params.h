@@ -49,7 +49,6 @@ struct PrefillParams {
   int64_t num_tiles;
   uint32_t* tiles_taken;  // beyond each block's first; starts at 0
 
-  float scale;         // > 0
   float scale_log2;    // of a score in the exponent of 2: scale * log2(e); 1 with softcap
   float softcap_log2;  // softcap * log2(e)
   float cap_scale;     // scale / softcap
