@@ -64,7 +64,7 @@ class ModelConfig:
     norm_weight_offset: float = 0.0
     """Added to the stored weights of norms; dummy weights make the sum 1."""
     qk_norm: bool = False
-    """Queries and keys are normalised per head before the rotary embedding."""
+    """Queries and keys get an RMSNorm per head before the rotary embedding."""
     post_norms: bool = False
     """What attention and MLP give is normalised before it is added to the residual stream."""
     activation: str = "silu"

@@ -14,7 +14,7 @@ from fastinfer.models.architectures import WeightNames
 from fastinfer.models.batch import Batch
 from fastinfer.models.config import ModelConfig
 from fastinfer.models.linear import Linear
-from fastinfer.models.norm import NORMS, Norm
+from fastinfer.models.norm import NORMS, Norm, RMSNorm
 
 _GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.silu_and_mul,
@@ -49,10 +49,16 @@ class DecoderLayer(nn.Module):
         def norm(size: int, wanted: bool = True) -> Norm | None:
             return make_norm(config, size, dtype, device) if wanted else None
 
+        def head_norm() -> RMSNorm:
+            offset = config.norm_weight_offset
+            return RMSNorm(
+                head_dim, eps=config.norm_eps, weight_offset=offset, dtype=dtype, device=device
+            )
+
         self.input_norm = make_norm(config, hidden, dtype, device)
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * head_dim, config.qkv_bias)
-        self.q_norm = norm(head_dim, config.qk_norm)
-        self.k_norm = norm(head_dim, config.qk_norm)
+        self.q_norm = head_norm() if config.qk_norm else None
+        self.k_norm = head_norm() if config.qk_norm else None
         self.attention_out = linear(heads * head_dim, hidden, config.attention_out_bias)
         self.attention_post_norm = norm(hidden, config.post_norms)
         self.mlp_norm = make_norm(config, hidden, dtype, device)
@@ -90,15 +96,22 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, step: AttentionStep
     ) -> Tensor:
         config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self.qkv(hidden).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.into(q, q)
-            self.k_norm.into(k, k)
-        if step.cos_sin is not None:
-            ops.rotary_embedding_(q, k, batch.positions, step.cos_sin)
-        ops.append_paged_kv_cache_(k, v, k_cache, v_cache, batch.slot_mapping)
+        heads = config.num_heads
+        qkv = self.qkv(hidden)
+        q = qkv[:, : heads * config.head_dim].view(-1, heads, config.head_dim)
+        ops.qk_norm_rope_append_(
+            qkv,
+            q,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            positions=None if step.cos_sin is None else batch.positions,
+            cos_sin=step.cos_sin,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=config.norm_eps,
+            weight_offset=config.norm_weight_offset,
+        )
         attended, _ = ops.paged_attention(
             q,
             k_cache,
