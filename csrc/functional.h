@@ -74,15 +74,15 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
 }
 
 template <auto kOut>
-std::tuple<Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           std::optional<double> scale, bool causal,
-                                           int64_t window_left, int64_t window_right,
-                                           double softcap, const std::optional<Tensor>& sinks,
-                                           const std::optional<Tensor>& tree_mask,
-                                           bool batch_invariant) {
+std::tuple<Tensor, Tensor> flash_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool causal,
+    int64_t window_left, int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& q_scale,
+    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    bool batch_invariant) {
   auto [out, lse] = new_attention_outputs("flash_attention", q, "v", v, true);
-  kOut(q, k, v, scale, causal, window_left, window_right, softcap, sinks, tree_mask,
-       batch_invariant, out, lse);
+  kOut(q, k, v, scale, causal, window_left, window_right, softcap, sinks, tree_mask, q_scale,
+       k_scale, v_scale, batch_invariant, out, lse);
   return {out, lse};
 }
 
@@ -92,10 +92,12 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(
     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
     double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-    bool batch_invariant) {
+    const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale, bool batch_invariant) {
   auto [out, lse] = new_attention_outputs("flash_attention_varlen", q, "v", v, false);
   kOut(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_left,
-       window_right, softcap, sinks, tree_mask, batch_invariant, out, lse);
+       window_right, softcap, sinks, tree_mask, q_scale, k_scale, v_scale, batch_invariant, out,
+       lse);
   return {out, lse};
 }
 

@@ -13,7 +13,8 @@
 
 #define FI_ATTENTION_OPTIONS                                                              \
   "float? scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, " \
-  "float softcap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, bool batch_invariant=False"
+  "float softcap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, "                       \
+  "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool batch_invariant=False"
 #define FI_PAGED_OPTIONS                                                                    \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, bool causal=True, "         \
   "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sinks=None, "  \
@@ -76,8 +77,8 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");
   m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
-  m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);
-  m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", " FI_OUT_LSE);
+  m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);
+  m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);
   m.def("_portable_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? k_scale, Tensor? v_scale, Tensor? plan, Tensor(c!)? workspace, " FI_OUT_LSE);
   m.def("_portable_plan_attention(Tensor cu_seqlens_q, Tensor seq_lens, SymInt total_q, SymInt num_heads, SymInt num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool batch_invariant, Tensor(a!) out) -> ()");
   m.def("_portable_merge_attention_states(Tensor outs, Tensor lses, Tensor? sinks, " FI_OUT_LSE);

@@ -56,6 +56,7 @@ inline const char* dtype_name(ScalarType dtype) {
     case ScalarType::Byte: return "uint8";
     case ScalarType::Bool: return "bool";
     case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
     default: return "another dtype";
   }
 }

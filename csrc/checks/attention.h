@@ -38,7 +38,8 @@ enum class AttentionLayout { kDense, kRagged, kPaged };
 struct AttentionProblem {
   const char* op;
   AttentionLayout layout;
-  ScalarType dtype;  // of q and out
+  ScalarType dtype;      // of q
+  ScalarType out_dtype;  // q's, but bf16 or fp16 if q is e4m3
   int64_t num_sequences;
   int64_t total_q;  // query tokens of all sequences
   int64_t num_heads;
@@ -50,6 +51,7 @@ struct AttentionProblem {
 
   const void* q;
   AttentionStrides q_strides;
+  const float* q_scale;  // [H] or null, for e4m3 queries
   AttentionKv k;
   AttentionKv v;
   void* out;
@@ -90,6 +92,13 @@ struct AttentionOptions {
   std::optional<Tensor> sinks;
   std::optional<Tensor> tree_mask;
   bool batch_invariant;
+};
+
+// Factors of e4m3 queries, keys and values: [H], [Hk] and [Hk].
+struct AttentionScales {
+  const std::optional<Tensor>& q;
+  const std::optional<Tensor>& k;
+  const std::optional<Tensor>& v;
 };
 
 inline void check_windows(const char* op, int64_t window_left, int64_t window_right) {
@@ -159,7 +168,12 @@ inline void check_queries_and_options(AttentionProblem* p, const Arg& q,
   check_head_counts(op, p->num_heads, p->num_kv_heads);
 
   const Arg out = read_arg(op, "out", out_tensor);
-  expect_same_dtype(out, q);
+  p->out_dtype = out.dtype;
+  if (q.dtype == ScalarType::Float8_e4m3fn) {
+    expect_dtype(out, {ScalarType::BFloat16, ScalarType::Half});
+  } else {
+    expect_same_dtype(out, q);
+  }
   const Arg lse = read_arg(op, "lse", lse_tensor);
   expect_dtype(lse, {ScalarType::Float});
   if (dense) {
@@ -215,24 +229,44 @@ inline void check_queries_and_options(AttentionProblem* p, const Arg& q,
   }
 }
 
-inline Arg read_float(const char* op, const char* name, const Tensor& tensor, int64_t rank,
-                      const char* layout) {
+// q, k and v of the ops without pages.
+inline Arg read_unpaged(const char* op, const char* name, const Tensor& tensor, int64_t rank,
+                        const char* layout) {
   const Arg arg = read_arg(op, name, tensor);
   expect_rank(arg, rank, layout);
-  expect_float(arg);
+  expect_dtype(
+      arg, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn});
   expect_dense_last(arg);
   check_head_dim(arg);
   return arg;
 }
 
+// The scale of each of the heads of `stored`; null: 1.
+inline const float* check_head_scale(const char* name, const std::optional<Tensor>& tensor,
+                                     const Arg& stored) {
+  if (!tensor.has_value()) return nullptr;
+  FI_CHECK(stored.dtype == ScalarType::Float8_e4m3fn, stored.op, name, ": expected no scale since ",
+           stored.name, " is ", dtype_name(stored.dtype), ", got a tensor");
+  const Arg scale =
+      read_vector(stored.op, name, *tensor, ScalarType::Float, stored.size(-2), stored);
+  return static_cast<const float*>(scale.data);
+}
+
+inline AttentionKv unpaged_kv(const Arg& stored, const AttentionStrides& strides,
+                              const char* scale_name, const std::optional<Tensor>& scale) {
+  return {
+      stored.data, stored.dtype, strides, check_head_scale(scale_name, scale, stored), {0, 0, 1}};
+}
+
 inline AttentionProblem check_flash_attention(const Tensor& q_tensor, const Tensor& k_tensor,
                                               const Tensor& v_tensor,
-                                              const AttentionOptions& options, const Tensor& out,
+                                              const AttentionOptions& options,
+                                              const AttentionScales& scales, const Tensor& out,
                                               const Tensor& lse) {
   constexpr const char* op = "flash_attention";
-  const Arg q = read_float(op, "q", q_tensor, 4, "[batch, seqlen_q, heads, head_dim]");
-  const Arg k = read_float(op, "k", k_tensor, 4, "[batch, seqlen_k, kv_heads, head_dim]");
-  const Arg v = read_float(op, "v", v_tensor, 4, "[batch, seqlen_k, kv_heads, value_dim]");
+  const Arg q = read_unpaged(op, "q", q_tensor, 4, "[batch, seqlen_q, heads, head_dim]");
+  const Arg k = read_unpaged(op, "k", k_tensor, 4, "[batch, seqlen_k, kv_heads, head_dim]");
+  const Arg v = read_unpaged(op, "v", v_tensor, 4, "[batch, seqlen_k, kv_heads, value_dim]");
   for (const Arg* arg : {&k, &v}) {
     expect_same_dtype(*arg, q);
     expect_same_device(*arg, q);
@@ -251,8 +285,9 @@ inline AttentionProblem check_flash_attention(const Tensor& q_tensor, const Tens
   p.value_dim = v.size(3);
   p.max_seqlen_q = q.size(1);
   p.max_seqlen_k = k.size(1);
-  p.k = {k.data, k.dtype, dense_strides(k), nullptr, {}};
-  p.v = {v.data, v.dtype, dense_strides(v), nullptr, {}};
+  p.q_scale = check_head_scale("q_scale", scales.q, q);
+  p.k = unpaged_kv(k, dense_strides(k), "k_scale", scales.k);
+  p.v = unpaged_kv(v, dense_strides(v), "v_scale", scales.v);
   check_queries_and_options(&p, q, options, out, lse);
   return p;
 }
@@ -260,11 +295,12 @@ inline AttentionProblem check_flash_attention(const Tensor& q_tensor, const Tens
 inline AttentionProblem check_flash_attention_varlen(
     const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
     const Tensor& cu_seqlens_q_tensor, const Tensor& cu_seqlens_k_tensor, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, const AttentionOptions& options, const Tensor& out, const Tensor& lse) {
+    int64_t max_seqlen_k, const AttentionOptions& options, const AttentionScales& scales,
+    const Tensor& out, const Tensor& lse) {
   constexpr const char* op = "flash_attention_varlen";
-  const Arg q = read_float(op, "q", q_tensor, 3, "[total_q, heads, head_dim]");
-  const Arg k = read_float(op, "k", k_tensor, 3, "[total_k, kv_heads, head_dim]");
-  const Arg v = read_float(op, "v", v_tensor, 3, "[total_k, kv_heads, value_dim]");
+  const Arg q = read_unpaged(op, "q", q_tensor, 3, "[total_q, heads, head_dim]");
+  const Arg k = read_unpaged(op, "k", k_tensor, 3, "[total_k, kv_heads, head_dim]");
+  const Arg v = read_unpaged(op, "v", v_tensor, 3, "[total_k, kv_heads, value_dim]");
   for (const Arg* arg : {&k, &v}) {
     expect_same_dtype(*arg, q);
     expect_same_device(*arg, q);
@@ -292,8 +328,9 @@ inline AttentionProblem check_flash_attention_varlen(
   p.value_dim = v.size(2);
   p.max_seqlen_q = max_seqlen_q;
   p.max_seqlen_k = max_seqlen_k;
-  p.k = {k.data, k.dtype, ragged_strides(k), nullptr, {}};
-  p.v = {v.data, v.dtype, ragged_strides(v), nullptr, {}};
+  p.q_scale = check_head_scale("q_scale", scales.q, q);
+  p.k = unpaged_kv(k, ragged_strides(k), "k_scale", scales.k);
+  p.v = unpaged_kv(v, ragged_strides(v), "v_scale", scales.v);
   p.cu_seqlens_q = static_cast<const int32_t*>(cu_q.data);
   p.cu_seqlens_k = static_cast<const int32_t*>(cu_k.data);
   check_queries_and_options(&p, q, options, out, lse);
@@ -344,7 +381,11 @@ inline AttentionProblem check_paged_attention(const PagedTensors& tensors, int64
                                               int64_t max_seqlen_k, const AttentionOptions& options,
                                               const Tensor& out, const Tensor& lse) {
   constexpr const char* op = "paged_attention";
-  const Arg q = read_float(op, "q", tensors.q, 3, "[total_q, heads, head_dim]");
+  const Arg q = read_arg(op, "q", tensors.q);
+  expect_rank(q, 3, "[total_q, heads, head_dim]");
+  expect_float(q);
+  expect_dense_last(q);
+  check_head_dim(q);
   const Arg k = read_arg(op, "k_cache", tensors.k_cache);
   const Arg v = read_arg(op, "v_cache", tensors.v_cache);
   AttentionProblem p{};
@@ -457,7 +498,8 @@ inline float* check_workspace(const std::optional<Tensor>& tensor, const Attenti
   return static_cast<float*>(arg.data);
 }
 
-// Fresh out and lse for q [B, Sq, H, D] or [T, H, D]; `v` is what holds the values.
+// Fresh out and lse for q [B, Sq, H, D] or [T, H, D]; `v` is what holds the values. Of e4m3 queries
+// the result is bf16.
 inline std::tuple<Tensor, Tensor> new_attention_outputs(const char* op, const Tensor& q_tensor,
                                                         const char* v_name, const Tensor& v_tensor,
                                                         bool dense) {
@@ -467,12 +509,13 @@ inline std::tuple<Tensor, Tensor> new_attention_outputs(const char* op, const Te
   const Arg v = read_arg(op, v_name, v_tensor);
   FI_CHECK(v.rank >= 1, op, v_name, ": expected at least 1 dimension, got a scalar");
   const int64_t value_dim = v.size(-1);
+  const ScalarType dtype = q.dtype == ScalarType::Float8_e4m3fn ? ScalarType::BFloat16 : q.dtype;
   if (dense) {
     return {
-        torch::stable::new_empty(q_tensor, {q.size(0), q.size(1), q.size(2), value_dim}),
+        torch::stable::new_empty(q_tensor, {q.size(0), q.size(1), q.size(2), value_dim}, dtype),
         torch::stable::new_empty(q_tensor, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float)};
   }
-  return {torch::stable::new_empty(q_tensor, {q.size(0), q.size(1), value_dim}),
+  return {torch::stable::new_empty(q_tensor, {q.size(0), q.size(1), value_dim}, dtype),
           torch::stable::new_empty(q_tensor, {q.size(1), q.size(0)}, ScalarType::Float)};
 }
 

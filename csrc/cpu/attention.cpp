@@ -71,6 +71,8 @@ AttentionArgs attention_args(const AttentionProblem& p) {
   args.batch_invariant = p.batch_invariant;
   args.q_token_stride = p.q_strides.token;
   args.q_head_stride = p.q_strides.head;
+  args.q_format = format_of(p.dtype);
+  args.q_scale = p.q_scale;
   args.k = kv_source(p.k);
   args.v = kv_source(p.v);
   args.block_size = p.block_size;
@@ -83,8 +85,7 @@ AttentionArgs attention_args(const AttentionProblem& p) {
 }
 
 char* advance(const void* base, ScalarType dtype, int64_t elements) {
-  return static_cast<char*>(const_cast<void*>(base)) +
-         elements * (dtype == ScalarType::Float ? 4 : 2);
+  return static_cast<char*>(const_cast<void*>(base)) + elements * element_size(dtype);
 }
 
 // An item of the plan for one KV head.
@@ -105,7 +106,7 @@ AttentionWork attention_work(const AttentionProblem& p, const AttentionLengths& 
   work.k_end = item.k_end;
   work.kv_head = kv_head;
   work.q = advance(p.q, p.dtype, b * p.q_strides.outer + first * p.q_strides.token);
-  work.out = advance(p.out, p.dtype, b * p.out_strides.outer + first * p.out_strides.token);
+  work.out = advance(p.out, p.out_dtype, b * p.out_strides.outer + first * p.out_strides.token);
   work.lse = p.lse + b * p.lse_strides.outer + first;
   if (p.layout == AttentionLayout::kPaged) {
     work.block_table = p.block_table + b * p.block_table_strides[0];
@@ -126,7 +127,7 @@ void merge_splits(const AttentionProblem& p, const AttentionWork& work, const Pl
   MergeArgs args{};
   args.outs = work.partial_out;
   args.lses = work.partial_lse;
-  args.out = advance(work.out, p.dtype, item.q_begin * p.out_strides.token);
+  args.out = advance(work.out, p.out_dtype, item.q_begin * p.out_strides.token);
   args.lse = work.lse + item.q_begin;
   args.sinks = p.sinks;
   args.splits = item.num_splits;
@@ -143,7 +144,7 @@ void merge_splits(const AttentionProblem& p, const AttentionWork& work, const Pl
   args.out_head = p.out_strides.head;
   args.lse_token = 1;
   args.lse_head = p.lse_strides.head;
-  merge_kernels().from_fp32[element_index(p.dtype)](args, 0, item.q_count * p.num_heads);
+  merge_kernels().from_fp32[element_index(p.out_dtype)](args, 0, item.q_count * p.num_heads);
 }
 
 // f(i) for i in [0, count), taken one by one by the threads, since items differ in length.
@@ -168,7 +169,7 @@ void run_attention(const AttentionProblem& p, const AttentionLengths& lengths,
                    const AttentionPlan& plan, float* workspace) {
   const AttentionArgs args = attention_args(p);
   const AttentionKernels& kernels = attention_kernels();
-  const auto attend = kernels.attend[element_index(p.dtype)];
+  const auto attend = kernels.attend[element_index(p.out_dtype)];
   const int64_t scratch_floats = kernels.scratch_floats(args);
   float* partial_lse = workspace + plan.header.num_partial_rows * p.num_heads * p.value_dim;
   const auto work_of = [&](const PlanItem& item, int64_t kv_head) {
@@ -208,26 +209,29 @@ void run_unplanned(const AttentionProblem& p, const Tensor& like) {
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
                          std::optional<double> scale, bool causal, int64_t window_left,
                          int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
-                         const std::optional<Tensor>& tree_mask, bool batch_invariant,
+                         const std::optional<Tensor>& tree_mask,
+                         const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+                         const std::optional<Tensor>& v_scale, bool batch_invariant,
                          const Tensor& out, const Tensor& lse) {
   const AttentionOptions options{scale,   causal, window_left, window_right,
                                  softcap, sinks,  tree_mask,   batch_invariant};
-  run_unplanned(check_flash_attention(q, k, v, options, out, lse), q);
+  run_unplanned(check_flash_attention(q, k, v, options, {q_scale, k_scale, v_scale}, out, lse), q);
 }
 
-void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                std::optional<double> scale, bool causal, int64_t window_left,
-                                int64_t window_right, double softcap,
-                                const std::optional<Tensor>& sinks,
-                                const std::optional<Tensor>& tree_mask, bool batch_invariant,
-                                const Tensor& out, const Tensor& lse) {
+void flash_attention_varlen_out(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale, bool batch_invariant, const Tensor& out,
+    const Tensor& lse) {
   const AttentionOptions options{scale,   causal, window_left, window_right,
                                  softcap, sinks,  tree_mask,   batch_invariant};
-  run_unplanned(check_flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                             max_seqlen_k, options, out, lse),
-                q);
+  run_unplanned(
+      check_flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                   options, {q_scale, k_scale, v_scale}, out, lse),
+      q);
 }
 
 }  // namespace

@@ -29,12 +29,17 @@ void load_queries(const Tile& tile) {
     const int64_t head = tile.work.kv_head * args.group + row % args.group;
     const T* from = static_cast<const T*>(tile.work.q) + token * args.q_token_stride +
                     head * args.q_head_stride;
+    const float scale = args.q_scale == nullptr ? 1.0f : args.q_scale[head];
     float* to = tile.q + row * args.head_dim;
     int64_t d = 0;
-    for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d));
-    for (; d < args.head_dim; ++d) to[d] = to_float(from[d]);
+    for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * splat(scale));
+    for (; d < args.head_dim; ++d) to[d] = to_float(from[d]) * scale;
   }
 }
+
+// Indexed by ElementFormat; no queries are int8.
+constexpr void (*kLoadQueries[kNumFormats])(const Tile& tile) = {
+    load_queries<float>, load_queries<bf16>, load_queries<fp16>, nullptr, load_queries<fp8>};
 
 // Where keys [keys.first, keys.last) are; `rows` counts from `base`. Around them, up to whole
 // panels, stand rows of zeros.
@@ -66,9 +71,8 @@ void find_rows(const Tile& tile, const KvSource& source, int64_t offset, int64_t
     for (int64_t i = key - base; key < end; ++key, ++i) {
       rows->data[i] = data;
       data += source.token_stride * size;
-      if (scale == nullptr) continue;
-      rows->scale[i] = *scale;
-      scale += source.scale_token_stride;
+      rows->scale[i] = scale == nullptr ? 1.0f : *scale;
+      if (scale != nullptr) scale += source.scale_token_stride;
     }
   }
 }
@@ -330,7 +334,7 @@ void attend(const AttentionArgs& args, const AttentionWork& work, float* scratch
   Arena arena{scratch};
   lay_out(&tile, work.q_count, &arena);
   view_tokens(&tile);
-  load_queries<T>(tile);
+  kLoadQueries[args.q_format](tile);
   const Span keys = tile.keys.cut({work.k_begin, work.k_end});
   if (work.partial_out != nullptr) {
     attend_piece(tile, keys);

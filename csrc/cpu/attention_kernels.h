@@ -20,7 +20,7 @@ constexpr int64_t attention_tile_tokens(int64_t group) {
   return group >= kMaxTileRows ? 1 : kMaxTileRows / group;
 }
 
-// Formats of keys and values. Queries and outputs have the first three.
+// Formats of keys and values. Queries have all but int8, outputs the first three.
 enum ElementFormat { kFp32, kBf16, kFp16, kInt8, kFp8E4m3, kNumFormats };
 
 // Strides are in elements, and offsets 64-bit.
@@ -30,7 +30,7 @@ struct KvSource {
   int64_t outer_stride;  // from block to block
   int64_t token_stride;
   int64_t head_stride;
-  const float* scale;  // value = scale * stored; null for float formats
+  const float* scale;  // value = scale * stored; null: 1
   int64_t scale_outer_stride;
   int64_t scale_token_stride;
   int64_t scale_head_stride;
@@ -49,6 +49,8 @@ struct AttentionArgs {
   bool batch_invariant;
   int64_t q_token_stride;
   int64_t q_head_stride;
+  int q_format;          // ElementFormat
+  const float* q_scale;  // [num_heads] or null
   KvSource k;
   KvSource v;
   int64_t block_size;  // 0: a sequence's tokens are token_stride apart throughout
@@ -84,7 +86,7 @@ struct AttentionWork {
 };
 
 struct AttentionKernels {
-  // Indexed by the element type of q and out: fp32, bf16, fp16.
+  // Indexed by the element type of out: fp32, bf16, fp16.
   void (*attend[3])(const AttentionArgs& args, const AttentionWork& work, float* scratch);
   // How many floats of scratch space, aligned to 64 bytes, a work item of a call needs.
   int64_t (*scratch_floats)(const AttentionArgs& args);

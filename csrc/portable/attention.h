@@ -8,16 +8,18 @@ namespace fastinfer::portable {
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
                          std::optional<double> scale, bool causal, int64_t window_left,
                          int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
-                         const std::optional<Tensor>& tree_mask, bool batch_invariant,
+                         const std::optional<Tensor>& tree_mask,
+                         const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+                         const std::optional<Tensor>& v_scale, bool batch_invariant,
                          const Tensor& out, const Tensor& lse);
-void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                std::optional<double> scale, bool causal, int64_t window_left,
-                                int64_t window_right, double softcap,
-                                const std::optional<Tensor>& sinks,
-                                const std::optional<Tensor>& tree_mask, bool batch_invariant,
-                                const Tensor& out, const Tensor& lse);
+void flash_attention_varlen_out(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale, bool batch_invariant, const Tensor& out,
+    const Tensor& lse);
 void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                          const Tensor& block_table, const Tensor& cu_seqlens_q,
                          const Tensor& seq_lens, int64_t max_seqlen_q, int64_t max_seqlen_k,

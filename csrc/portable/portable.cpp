@@ -138,34 +138,37 @@ void sample_out(const Tensor& logits, const std::optional<Tensor>& temperature,
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
                          std::optional<double> scale, bool causal, int64_t window_left,
                          int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
-                         const std::optional<Tensor>& tree_mask, bool batch_invariant,
+                         const std::optional<Tensor>& tree_mask,
+                         const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+                         const std::optional<Tensor>& v_scale, bool batch_invariant,
                          const Tensor& out, const Tensor& lse) {
   const auto p = check_flash_attention(
       q, k, v,
-      {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant}, out,
-      lse);
+      {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant},
+      {q_scale, k_scale, v_scale}, out, lse);
   if (p.total_q == 0) return;
   call_portable("fastinfer::_portable_flash_attention", q, k, v, static_cast<double>(p.scale),
-                p.window_left, p.window_right, softcap, sinks, tree_mask, batch_invariant, out,
-                lse);
+                p.window_left, p.window_right, softcap, sinks, tree_mask, batch_invariant, q_scale,
+                k_scale, v_scale, out, lse);
 }
 
-void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                std::optional<double> scale, bool causal, int64_t window_left,
-                                int64_t window_right, double softcap,
-                                const std::optional<Tensor>& sinks,
-                                const std::optional<Tensor>& tree_mask, bool batch_invariant,
-                                const Tensor& out, const Tensor& lse) {
+void flash_attention_varlen_out(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale, bool batch_invariant, const Tensor& out,
+    const Tensor& lse) {
   const auto p = check_flash_attention_varlen(
       q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-      {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant}, out,
-      lse);
+      {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant},
+      {q_scale, k_scale, v_scale}, out, lse);
   if (p.total_q == 0) return;
   call_portable("fastinfer::_portable_flash_attention_varlen", q, k, v, cu_seqlens_q, cu_seqlens_k,
                 max_seqlen_q, max_seqlen_k, static_cast<double>(p.scale), p.window_left,
-                p.window_right, softcap, sinks, tree_mask, batch_invariant, out, lse);
+                p.window_right, softcap, sinks, tree_mask, batch_invariant, q_scale, k_scale,
+                v_scale, out, lse);
 }
 
 void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,

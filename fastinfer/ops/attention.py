@@ -24,6 +24,14 @@ anything, NaN as well: they never reach the result. Query head h reads KV head h
 row has the same bits whatever else is in the batch; without it, long key ranges may be cut to keep
 all threads busy, and where depends on the batch.
 
+The dense and the ragged op also take q, k and v in float8_e4m3fn. An element then stands for itself
+times the scale of its head, `q_scale[h]`, `k_scale[hk]` or `v_scale[hk]` (None: 1):
+
+    s_ij  = scale * (q_scale q_i) . (k_scale k_j),  and v_scale v_j takes the place of v_j.
+
+The result is bf16 or fp16. A backend may round exp(s_ij - largest s_ij) to e4m3 before it weighs
+values with it, as tensor cores of that format need; the CPU and Triton do not.
+
 Errors are ValueError and name the op, the argument, what was expected and what came. None of the
 ops has a derivative: tensors that require grad are refused while grad mode is on.
 """
@@ -102,6 +110,9 @@ def flash_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -109,8 +120,9 @@ def flash_attention(
     """Attention over a dense batch; the formula is at the head of this module.
 
     Args:
-        q: [B, Sq, H, D], fp32, bf16 or fp16; D is 1 to 512. Any strides with a dense last
-            dimension, here and for all float tensors, so [B, H, S, D] storage is a transposed view.
+        q: [B, Sq, H, D], fp32, bf16, fp16 or float8_e4m3fn; D is 1 to 512. Any strides with a dense
+            last dimension, here and for all float tensors, so [B, H, S, D] storage is a transposed
+            view.
         k: [B, Sk, Hk, D] in q's dtype; H is a multiple of Hk.
         v: [B, Sk, Hk, Dv] in q's dtype; Dv is 1 to 512 and may differ from D.
         scale: factor of the scores; None is 1 / sqrt(D).
@@ -120,8 +132,11 @@ def flash_attention(
         softcap: c in c * tanh(s / c), in units of the scaled score; 0 is off.
         sinks: fp32 [H], a logit per head that takes part in the denominator of `out` alone.
         tree_mask: int64 [B, Sq], Sq <= 64; bit j of a query's mask: it sees query token j.
+        q_scale, k_scale, v_scale: fp32 [H], [Hk] and [Hk], contiguous: factors of q, k and v in
+            float8_e4m3fn, refused with other dtypes; None is 1.
         batch_invariant: a row's bits do not depend on the rest of the batch.
-        out: [B, Sq, H, Dv] in q's dtype; receives the result.
+        out: [B, Sq, H, Dv] in q's dtype, or for float8_e4m3fn bf16 (the default) or fp16; receives
+            the result.
         lse: fp32 [B, H, Sq]; receives the log-sum-exp.
 
     Returns:
@@ -131,12 +146,15 @@ def flash_attention(
     "Online normalizer calculation for softmax", 2018; sinks: Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", 2023; tree masks: Miao et al., "SpecInfer", 2023.
     """
-    refuse_grad("flash_attention", q=q, k=k, v=v, sinks=sinks)
+    refuse_grad(
+        "flash_attention", q=q, k=k, v=v, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale,
+    )  # fmt: skip
     out, lse = _outputs("flash_attention", q, "v", v, True, out, lse)
     _flash_attention_out(
         q, k, v, scale=scale, causal=causal, window_left=window_left, window_right=window_right,
-        softcap=softcap, sinks=sinks, tree_mask=tree_mask, batch_invariant=batch_invariant, out=out,
-        lse=lse,
+        softcap=softcap, sinks=sinks, tree_mask=tree_mask, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, batch_invariant=batch_invariant, out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 
@@ -157,6 +175,9 @@ def flash_attention_varlen(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -167,7 +188,7 @@ def flash_attention_varlen(
     [cu_seqlens_k[b], cu_seqlens_k[b + 1]); either may be empty.
 
     Args:
-        q: [Tq, H, D], fp32, bf16 or fp16; D is 1 to 512.
+        q: [Tq, H, D], fp32, bf16, fp16 or float8_e4m3fn; D is 1 to 512.
         k: [Tk, Hk, D] in q's dtype; H is a multiple of Hk.
         v: [Tk, Hk, Dv] in q's dtype; Dv is 1 to 512.
         cu_seqlens_q: int32 [B + 1], contiguous, from 0 to Tq, never decreasing.
@@ -175,23 +196,27 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length; on the CPU a longer
             sequence is refused.
         tree_mask: int64 [Tq], at most 64 queries a sequence.
-        out: [Tq, H, Dv] in q's dtype; receives the result.
+        out: [Tq, H, Dv] in q's dtype, or for float8_e4m3fn bf16 (the default) or fp16; receives the
+            result.
         lse: fp32 [H, Tq]; receives the log-sum-exp.
-        scale, causal, window_left, window_right, softcap, sinks, batch_invariant: as in
-            `flash_attention`.
+        scale, causal, window_left, window_right, softcap, sinks, q_scale, k_scale, v_scale,
+        batch_invariant: as in `flash_attention`.
 
     Returns:
         (out, lse).
 
     Dao et al., "FlashAttention", 2022; Dao, "FlashAttention-2", 2023.
     """
-    refuse_grad("flash_attention_varlen", q=q, k=k, v=v, sinks=sinks)
+    refuse_grad(
+        "flash_attention_varlen", q=q, k=k, v=v, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale,
+    )  # fmt: skip
     out, lse = _outputs("flash_attention_varlen", q, "v", v, False, out, lse)
     _flash_attention_varlen_out(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         scale=scale, causal=causal, window_left=window_left, window_right=window_right,
-        softcap=softcap, sinks=sinks, tree_mask=tree_mask, batch_invariant=batch_invariant, out=out,
-        lse=lse,
+        softcap=softcap, sinks=sinks, tree_mask=tree_mask, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, batch_invariant=batch_invariant, out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 
@@ -386,13 +411,18 @@ def _output_shapes(
     return (total, heads, v.shape[-1]), (heads, total)
 
 
+def _out_dtypes(q: Tensor) -> list[torch.dtype]:
+    """What `out` may be, the default first."""
+    return [torch.bfloat16, torch.float16] if q.dtype == torch.float8_e4m3fn else [q.dtype]
+
+
 def _outputs(
     op: str, q: Tensor, v_name: str, v: Tensor, dense: bool, out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out and lse, allocated where they are not given."""
     if out is None or lse is None:
         out_shape, lse_shape = _output_shapes(op, q, v_name, v, dense)
-        out = q.new_empty(out_shape) if out is None else out
+        out = q.new_empty(out_shape, dtype=_out_dtypes(q)[0]) if out is None else out
         lse = q.new_empty(lse_shape, dtype=torch.float32) if lse is None else lse
     return out, lse
 
@@ -416,8 +446,22 @@ def _one_device(op: str, options: dict[str, object], **tensors: Tensor | None) -
     check_devices(op, **tensors, **more)
 
 
-def _check_outputs(op: str, expected: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
-    check_out(op, "out", out, tuple(expected[0].shape), expected[0].dtype)
+def _check_scales(op: str, options: dict[str, object], q: Tensor, k: Tensor) -> None:
+    """The scales among the options of an op without pages."""
+    for name, like in (("q_scale", q), ("k_scale", k), ("v_scale", k)):
+        scale = options.get(name)
+        if isinstance(scale, Tensor):
+            fits = q.dtype == torch.float8_e4m3fn
+            check(op, fits, f"{name}: expected no scale since q is {q.dtype}, got a tensor")
+            check_out(op, name, scale, (like.shape[-2],), torch.float32)
+
+
+def _check_outputs(
+    op: str, q: Tensor, expected: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
+) -> None:
+    allowed = _out_dtypes(q)
+    dtype = out.dtype if out.dtype in allowed else allowed[0]
+    check_out(op, "out", out, tuple(expected[0].shape), dtype)
     check_out(op, "lse", lse, tuple(expected[1].shape), expected[1].dtype)
 
 
@@ -425,8 +469,11 @@ def _check_outputs(op: str, expected: tuple[Tensor, Tensor], out: Tensor, lse: T
 def _(
     q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_options: object
 ) -> tuple[Tensor, Tensor]:
-    _one_device("flash_attention", _options, q=q, k=k, v=v, sinks=sinks)
-    return _fake_outputs("flash_attention", q, k, v, 4, "v", sinks)
+    op = "flash_attention"
+    _one_device(op, _options, q=q, k=k, v=v, sinks=sinks)
+    result = _fake_outputs(op, q, k, v, 4, "v", sinks)
+    _check_scales(op, _options, q, k)
+    return result
 
 
 @torch.library.register_fake("fastinfer::flash_attention.out")
@@ -442,7 +489,8 @@ def _(
 ) -> None:
     op = "flash_attention"
     _one_device(op, _options, q=q, k=k, v=v, sinks=sinks, out=out, lse=lse)
-    _check_outputs(op, _fake_outputs(op, q, k, v, 4, "v", sinks), out, lse)
+    _check_outputs(op, q, _fake_outputs(op, q, k, v, 4, "v", sinks), out, lse)
+    _check_scales(op, _options, q, k)
 
 
 @torch.library.register_fake("fastinfer::flash_attention_varlen")
@@ -461,7 +509,9 @@ def _(
         op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         sinks=sinks,
     )  # fmt: skip
-    return _fake_outputs(op, q, k, v, 3, "v", sinks)
+    result = _fake_outputs(op, q, k, v, 3, "v", sinks)
+    _check_scales(op, _options, q, k)
+    return result
 
 
 @torch.library.register_fake("fastinfer::flash_attention_varlen.out")
@@ -482,7 +532,8 @@ def _(
         op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         sinks=sinks, out=out, lse=lse,
     )  # fmt: skip
-    _check_outputs(op, _fake_outputs(op, q, k, v, 3, "v", sinks), out, lse)
+    _check_outputs(op, q, _fake_outputs(op, q, k, v, 3, "v", sinks), out, lse)
+    _check_scales(op, _options, q, k)
 
 
 @torch.library.register_fake("fastinfer::paged_attention")
@@ -524,7 +575,7 @@ def _(
         op, _options, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
         cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, sinks=sinks, out=out, lse=lse,
     )  # fmt: skip
-    _check_outputs(op, _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks), out, lse)
+    _check_outputs(op, q, _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks), out, lse)
 
 
 def _plan_shape(

@@ -53,12 +53,13 @@ class _Problem:
     sinks: Tensor | None
     tree_mask: Tensor | None
     batch_invariant: bool
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seq_lens: Tensor | None = None
     block_table: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -80,13 +81,14 @@ class _Problem:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int, window_right: int,
     softcap: float, sinks: Tensor | None, tree_mask: Tensor | None, batch_invariant: bool,
-    out: Tensor, lse: Tensor,
+    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
+    lse: Tensor,
 ) -> None:  # fmt: skip
     """Dense; arguments as in `fastinfer.ops.flash_attention`, causal being window_right 0."""
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     p = _Problem(
         q, k, v, out, lse, DENSE, batch, seqlen_q, seqlen_k, scale, window_left, window_right,
-        softcap, sinks, tree_mask, batch_invariant,
+        softcap, sinks, tree_mask, batch_invariant, q_scale, k_scale, v_scale,
     )  # fmt: skip
     if _needs_plan(p, device_of(q.get_device())):
         p.cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
@@ -100,13 +102,14 @@ def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, scale: float, window_left: int, window_right: int,
     softcap: float, sinks: Tensor | None, tree_mask: Tensor | None, batch_invariant: bool,
-    out: Tensor, lse: Tensor,
+    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
+    lse: Tensor,
 ) -> None:  # fmt: skip
     """Ragged; arguments as in `fastinfer.ops.flash_attention_varlen`."""
     p = _Problem(
         q, k, v, out, lse, RAGGED, cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, scale,
-        window_left, window_right, softcap, sinks, tree_mask, batch_invariant, cu_seqlens_q,
-        cu_seqlens_k,
+        window_left, window_right, softcap, sinks, tree_mask, batch_invariant, q_scale, k_scale,
+        v_scale, cu_seqlens_q, cu_seqlens_k,
     )  # fmt: skip
     if _needs_plan(p, device_of(q.get_device())):
         p.seq_lens = cu_seqlens_k.diff()
@@ -125,8 +128,8 @@ def paged_attention(
     """Paged; arguments as in `fastinfer.ops.paged_attention`."""
     p = _Problem(
         q, k_cache, v_cache, out, lse, PAGED, seq_lens.shape[0], max_seqlen_q, max_seqlen_k,
-        scale, window_left, window_right, softcap, sinks, tree_mask, batch_invariant,
-        cu_seqlens_q, None, seq_lens, block_table, k_scale, v_scale,
+        scale, window_left, window_right, softcap, sinks, tree_mask, batch_invariant, None,
+        k_scale, v_scale, cu_seqlens_q, None, seq_lens, block_table,
     )  # fmt: skip
     _run_planned(p, plan, workspace)
 
@@ -196,7 +199,7 @@ def _config(p: _Problem, rows: int, narrow: bool) -> AttentionConfig:
         narrow=narrow,
         head_dim=_padded(p.q.shape[-1]),
         value_dim=_padded(p.v.shape[-1]),
-        itemsize=p.q.element_size(),
+        itemsize=max(2, p.q.element_size()),  # e4m3 queries are decoded to fp16
         kv_itemsize=min(p.k.element_size(), p.v.element_size()),
     )
 
@@ -205,10 +208,8 @@ def _padded(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
-def _format(stored: Tensor, q: Tensor) -> int:
-    if stored.dtype == q.dtype:
-        return FLOAT
-    return INT8 if stored.dtype == torch.int8 else FP8
+def _format(stored: Tensor) -> int:
+    return {torch.int8: INT8, torch.float8_e4m3fn: FP8}.get(stored.dtype, FLOAT)
 
 
 def _bytes(stored: Tensor) -> Tensor:
@@ -258,8 +259,9 @@ def _launch(
         "SUB_TILES": triton.cdiv(tile_tokens * p.group, config.block_m),
         "LAYOUT": p.layout,
         "BLOCK_SIZE": p.k.shape[2] if p.layout == PAGED else 0,
-        "K_FORMAT": _format(p.k, p.q),
-        "V_FORMAT": _format(p.v, p.q),
+        "Q_FORMAT": _format(p.q),
+        "K_FORMAT": _format(p.k),
+        "V_FORMAT": _format(p.v),
         "SCALE_SIGN": sign,
         "SOFTCAP": p.softcap > 0.0,
         "SINKS": p.sinks is not None,
@@ -275,9 +277,9 @@ def _launch(
     }
     launch(
         attention_kernel, grid, p.q,
-        p.q, _bytes(p.k), _bytes(p.v), p.out, p.lse, partial_out, partial_lse, plan,
-        p.cu_seqlens_q, p.cu_seqlens_k, p.seq_lens, table, p.k_scale, p.v_scale, p.sinks,
-        p.tree_mask,
+        _bytes(p.q), _bytes(p.k), _bytes(p.v), p.out, p.lse, partial_out, partial_lse, plan,
+        p.cu_seqlens_q, p.cu_seqlens_k, p.seq_lens, table, p.q_scale, p.k_scale, p.v_scale,
+        p.sinks, p.tree_mask,
         *_strides(p.q, query_layout), *_strides(p.k, p.layout), *_strides(p.v, p.layout),
         *_strides(p.out, query_layout),
         p.lse.stride(0) if dense else 0, p.lse.stride(1) if dense else p.lse.stride(0),

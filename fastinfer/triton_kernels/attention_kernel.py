@@ -20,7 +20,10 @@ DENSE, RAGGED, PAGED = 0, 1, 2
 """Where keys are: [B, S, Hk, D]; [T, Hk, D] with cu_seqlens; pages behind a block table."""
 
 FLOAT, INT8, FP8 = 0, 1, 2
-"""How keys (values) are stored: in q's dtype; int8; e4m3 as raw bytes."""
+"""How queries, keys and values are stored: in the dtype of the arithmetic; int8; e4m3 as raw bytes.
+
+The arithmetic is that of q's dtype, and fp16 for e4m3 queries.
+"""
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -41,7 +44,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _decode(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Stored elements in q's dtype, exactly.
+    """Stored elements in the given dtype, exactly.
 
     e4m3 is decoded in integer arithmetic, so that GPUs without fp8 have it too: its exponent and
     mantissa in the place of fp16's give the value times 2^-8, subnormals included.
@@ -109,19 +112,22 @@ def _keys(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, ISOLATE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    V_SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    TREE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    ISOLATE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys [start, stop) into the running softmax.
 
     MASKED: some may be outside [low, high) or hidden from some rows. Otherwise all are seen by all.
+    ROW_SCALED: factor, that of the scores, is one for each row and may have any sign.
     ISOLATE: NaN and infinite values make NaN of the rows that see them, and of no others. STAGES of
     the pipeline; None: those of the launch.
     """
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     dtype: tl.constexpr = q.dtype
+    # Of all rows alike; it enters where it costs nothing, after the maximum.
+    shared_factor = 1.0 if ROW_SCALED else factor
     if LAYOUT == _PAGED:
         pages = _pages(table_row, table_stride, start, low, high, BLOCK_N, BLOCK_SIZE)
     for begin in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
@@ -161,8 +167,10 @@ def _keys(
                 s *= tl.load(k_scale_base + k_scales, mask=present, other=0.0)[None, :]
             else:
                 s *= tl.load(k_scale_base + k_scales)[None, :]
+        if ROW_SCALED:
+            s *= factor[:, None]
         if SOFTCAP:
-            s = (softcap * _LOG2E) * _tanh(s * (factor / softcap))
+            s = (softcap * _LOG2E) * _tanh(s * (shared_factor / softcap))
 
         if MASKED:
             visible = present[None, :]
@@ -189,8 +197,8 @@ def _keys(
             p = tl.exp2(s - base[:, None])
             alpha = tl.exp2(m - base)
         else:
-            p = tl.exp2(s * factor - (base * factor)[:, None])
-            alpha = tl.exp2((m - base) * factor)
+            p = tl.exp2(s * shared_factor - (base * shared_factor)[:, None])
+            alpha = tl.exp2((m - base) * shared_factor)
         m = highest
         norm = norm * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -232,7 +240,7 @@ def _keys(
 def _unit(
     sequence, kv_head, token_begin, token_count, sub_tile, key_begin, key_end, partial_row,
     q, k, v, out, lse, partial_out, partial_lse, cu_seqlens_q, cu_seqlens_k, seq_lens,
-    block_table, k_scale, v_scale, sinks, tree_mask,
+    block_table, q_scale, k_scale, v_scale, sinks, tree_mask,
     q_outer, q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head,
     out_outer, out_token, out_head, lse_outer, lse_head,
     k_scale_outer, k_scale_token, k_scale_head, v_scale_outer, v_scale_token, v_scale_head,
@@ -240,9 +248,10 @@ def _unit(
     seqlen_q, seqlen_k, window_left, window_right, factor, softcap, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
-    SCALE_SIGN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ONE_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_FORMAT: tl.constexpr, K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr, SCALE_SIGN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, TREE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one KV head: tokens [token_begin, token_begin + token_count) of a sequence
     against keys [key_begin, key_end), or what they see of them. partial_row < 0: the result is
@@ -275,13 +284,17 @@ def _unit(
     k_base += kv_head.to(tl.int64) * k_head
     v_base += kv_head.to(tl.int64) * v_head
     table_row = block_table
+    # The scales of quantized pages; those of e4m3 tensors without pages are one for a head.
+    K_SCALED: tl.constexpr = LAYOUT == _PAGED and K_FORMAT != _FLOAT
+    V_SCALED: tl.constexpr = LAYOUT == _PAGED and V_FORMAT != _FLOAT
+    ROW_SCALED: tl.constexpr = LAYOUT != _PAGED and (q_scale is not None or k_scale is not None)
     k_scale_base = k_scale
     v_scale_base = v_scale
     if LAYOUT == _PAGED:
         table_row += sequence.to(tl.int64) * table_outer
-        if K_FORMAT != _FLOAT:
+        if K_SCALED:
             k_scale_base += kv_head.to(tl.int64) * k_scale_head
-        if V_FORMAT != _FLOAT:
+        if V_SCALED:
             v_scale_base += kv_head.to(tl.int64) * v_scale_head
 
     # Rows.
@@ -293,7 +306,8 @@ def _unit(
     d = tl.arange(0, D)
     q_at = q + q_first + token.to(tl.int64)[:, None] * q_token
     q_at += head.to(tl.int64)[:, None] * q_head + d[None, :]
-    q_tile = tl.load(q_at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_tile = tl.load(q_at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0)
+    q_tile = _decode(q_tile, Q_FORMAT, tl.float16)
     if SCALE_SIGN != 1:
         q_tile = (q_tile.to(tl.float32) * SCALE_SIGN).to(q_tile.dtype)
 
@@ -332,6 +346,12 @@ def _unit(
     all_high = tl.minimum(all_high, high)
 
     scaled = factor if SOFTCAP else factor * _LOG2E
+    if ROW_SCALED:
+        scaled = tl.full([BLOCK_M], 1.0, tl.float32) * scaled
+        if q_scale is not None:
+            scaled *= tl.load(q_scale + head, mask=real, other=0.0)
+        if k_scale is not None:
+            scaled *= tl.load(k_scale + kv_head)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
@@ -349,7 +369,7 @@ def _unit(
                 k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
                 v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
                 window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
-                BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
+                BLOCK_SIZE, K_FORMAT, V_FORMAT, K_SCALED, V_SCALED, ROW_SCALED,
                 SOFTCAP, TREE, LEFT, RIGHT, True, False, None, PRECISION,
             )  # fmt: skip
         else:
@@ -361,7 +381,7 @@ def _unit(
             k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
             v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
             window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
-            BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
+            BLOCK_SIZE, K_FORMAT, V_FORMAT, K_SCALED, V_SCALED, ROW_SCALED,
             SOFTCAP, TREE, LEFT, RIGHT, False, False, None, PRECISION,
         )  # fmt: skip
         start = full_end
@@ -371,7 +391,7 @@ def _unit(
         k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
         v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
         window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_N, LAYOUT,
-        BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
+        BLOCK_SIZE, K_FORMAT, V_FORMAT, K_SCALED, V_SCALED, ROW_SCALED,
         SOFTCAP, TREE, LEFT, RIGHT, True, False, None, PRECISION,
     )  # fmt: skip
     if (LEFT or RIGHT or TREE) and not ONE_TOKEN:  # noqa: SIM102 (decided by the compiler)
@@ -387,15 +407,17 @@ def _unit(
                 k_scale_base, k_scale_outer, k_scale_token, v_scale_base, v_scale_outer,
                 v_scale_token, table_row, table_inner, position, tree_bits, tree_row, window_left,
                 window_right, scaled, softcap, HEAD_DIM, VALUE_DIM, D, DV, 16, LAYOUT,
-                BLOCK_SIZE, K_FORMAT, V_FORMAT, K_FORMAT != _FLOAT, V_FORMAT != _FLOAT,
+                BLOCK_SIZE, K_FORMAT, V_FORMAT, K_SCALED, V_SCALED, ROW_SCALED,
                 SOFTCAP, TREE, LEFT, RIGHT, True, True, 1, PRECISION,
             )  # fmt: skip
 
     # Results: m in base 2, lse natural and without the sink.
-    if not SOFTCAP:
+    if not SOFTCAP and not ROW_SCALED:
         m = m * scaled
     empty = norm == 0.0
     row_lse = tl.where(empty, float("-inf"), m * _LN2 + tl.log(norm))
+    if LAYOUT != _PAGED and v_scale is not None:
+        acc *= tl.load(v_scale + kv_head)
     dv = tl.arange(0, DV)
     store = real[:, None] & (dv < VALUE_DIM)[None, :]
     if partial_row < 0:
@@ -427,7 +449,7 @@ _VARYING = [
 @triton.jit(do_not_specialize=_VARYING)
 def attention_kernel(
     q, k, v, out, lse, partial_out, partial_lse, plan, cu_seqlens_q, cu_seqlens_k, seq_lens,
-    block_table, k_scale, v_scale, sinks, tree_mask,
+    block_table, q_scale, k_scale, v_scale, sinks, tree_mask,
     q_outer, q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head,
     out_outer, out_token, out_head, lse_outer, lse_head,
     k_scale_outer, k_scale_token, k_scale_head, v_scale_outer, v_scale_token, v_scale_head,
@@ -436,10 +458,10 @@ def attention_kernel(
     tile_tokens, num_programs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_TILES: tl.constexpr,
-    LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, SCALE_SIGN: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, TREE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, PLANNED: tl.constexpr, WIDE: tl.constexpr,
+    LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_FORMAT: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, SCALE_SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, ONE_TOKEN: tl.constexpr, PLANNED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All units of a call. Strides are in elements: outer is a sequence of a dense tensor or a
@@ -467,15 +489,15 @@ def attention_kernel(
                 tl.load(item), kv_head, tl.load(item + 1), tl.load(item + 2), sub_tile,
                 tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
                 q, k, v, out, lse, partial_out, partial_lse, cu_seqlens_q, cu_seqlens_k,
-                seq_lens, block_table, k_scale, v_scale, sinks, tree_mask,
+                seq_lens, block_table, q_scale, k_scale, v_scale, sinks, tree_mask,
                 q_outer, q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head,
                 out_outer, out_token, out_head, lse_outer, lse_head,
                 k_scale_outer, k_scale_token, k_scale_head, v_scale_outer, v_scale_token,
                 v_scale_head, table_outer, table_inner, tree_outer,
                 seqlen_q, seqlen_k, window_left, window_right, factor, softcap, num_heads,
                 GROUP, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, LAYOUT, BLOCK_SIZE,
-                K_FORMAT, V_FORMAT, SCALE_SIGN, SOFTCAP, SINKS, TREE, LEFT, RIGHT, ONE_TOKEN,
-                PRECISION,
+                Q_FORMAT, K_FORMAT, V_FORMAT, SCALE_SIGN, SOFTCAP, SINKS, TREE, LEFT, RIGHT,
+                ONE_TOKEN, PRECISION,
             )  # fmt: skip
     else:
         last = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -493,13 +515,13 @@ def attention_kernel(
                 sequence, tl.program_id(1), token_begin,
                 tl.minimum(tile_tokens, queries - token_begin), sub_tile, 0, keys, -1,
                 q, k, v, out, lse, partial_out, partial_lse, cu_seqlens_q, cu_seqlens_k,
-                seq_lens, block_table, k_scale, v_scale, sinks, tree_mask,
+                seq_lens, block_table, q_scale, k_scale, v_scale, sinks, tree_mask,
                 q_outer, q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head,
                 out_outer, out_token, out_head, lse_outer, lse_head,
                 k_scale_outer, k_scale_token, k_scale_head, v_scale_outer, v_scale_token,
                 v_scale_head, table_outer, table_inner, tree_outer,
                 seqlen_q, seqlen_k, window_left, window_right, factor, softcap, num_heads,
                 GROUP, HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, LAYOUT, BLOCK_SIZE,
-                K_FORMAT, V_FORMAT, SCALE_SIGN, SOFTCAP, SINKS, TREE, LEFT, RIGHT, ONE_TOKEN,
-                PRECISION,
+                Q_FORMAT, K_FORMAT, V_FORMAT, SCALE_SIGN, SOFTCAP, SINKS, TREE, LEFT, RIGHT,
+                ONE_TOKEN, PRECISION,
             )  # fmt: skip

@@ -29,39 +29,41 @@ void launch_prefill(const AttentionProblem& p, const Tensor& q, int32_t device,
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
                          std::optional<double> scale, bool causal, int64_t window_left,
                          int64_t window_right, double softcap, const std::optional<Tensor>& sinks,
-                         const std::optional<Tensor>& tree_mask, bool batch_invariant,
+                         const std::optional<Tensor>& tree_mask,
+                         const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+                         const std::optional<Tensor>& v_scale, bool batch_invariant,
                          const Tensor& out, const Tensor& lse) {
   constexpr const char* op = "flash_attention";
   const int32_t device = q.get_device_index();
   if (on_hopper(op, q)) {
     const auto p = check_flash_attention(
         q, k, v,
-        {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant}, out,
-        lse);
+        {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant},
+        {q_scale, k_scale, v_scale}, out, lse);
     if (p.total_q == 0) return;
     if (prefill_supports(p, num_sms(op, device))) {
       return launch_prefill(p, q, device);
     }
   }
   portable::flash_attention_out(q, k, v, scale, causal, window_left, window_right, softcap, sinks,
-                                tree_mask, batch_invariant, out, lse);
+                                tree_mask, q_scale, k_scale, v_scale, batch_invariant, out, lse);
 }
 
-void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                std::optional<double> scale, bool causal, int64_t window_left,
-                                int64_t window_right, double softcap,
-                                const std::optional<Tensor>& sinks,
-                                const std::optional<Tensor>& tree_mask, bool batch_invariant,
-                                const Tensor& out, const Tensor& lse) {
+void flash_attention_varlen_out(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+    double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+    const std::optional<Tensor>& q_scale, const std::optional<Tensor>& k_scale,
+    const std::optional<Tensor>& v_scale, bool batch_invariant, const Tensor& out,
+    const Tensor& lse) {
   constexpr const char* op = "flash_attention_varlen";
   const int32_t device = q.get_device_index();
   if (on_hopper(op, q)) {
     const auto p = check_flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant}, out,
-        lse);
+        {scale, causal, window_left, window_right, softcap, sinks, tree_mask, batch_invariant},
+        {q_scale, k_scale, v_scale}, out, lse);
     if (p.total_q == 0) return;
     if (prefill_supports(p, num_sms(op, device))) {
       return launch_prefill(p, q, device);
@@ -69,7 +71,8 @@ void flash_attention_varlen_out(const Tensor& q, const Tensor& k, const Tensor& 
   }
   portable::flash_attention_varlen_out(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                                        max_seqlen_k, scale, causal, window_left, window_right,
-                                       softcap, sinks, tree_mask, batch_invariant, out, lse);
+                                       softcap, sinks, tree_mask, q_scale, k_scale, v_scale,
+                                       batch_invariant, out, lse);
 }
 
 void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t total_q,
