@@ -58,6 +58,20 @@ def _dense_tree(tokens: int, dtype: torch.dtype) -> Arguments:
     }
 
 
+def _fp8(
+    make: Callable[[int, torch.dtype], Arguments],
+) -> Callable[[int, torch.dtype], Arguments]:
+    """The call with e4m3 queries, keys and values, and a scale for each head of theirs."""
+
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        given = make(tokens, dtype)
+        given |= {name: given[name].to(torch.float8_e4m3fn) for name in "qkv"}
+        heads = {"q_scale": HEADS, "k_scale": KV_HEADS, "v_scale": KV_HEADS}
+        return given | {name: torch.rand(count) + 0.5 for name, count in heads.items()}
+
+    return arguments
+
+
 def _counts(tokens: int) -> list[int]:
     """Three sequences of these tokens, the middle one without any."""
     return [1, 0, tokens - 1]
@@ -239,8 +253,8 @@ def _sample(tokens: int, dtype: torch.dtype) -> Arguments:
 
 
 _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
-    "flash_attention": {"plain": _dense, "tree": _dense_tree},
-    "flash_attention_varlen": {"plain": _varlen, "tree": _varlen_tree},
+    "flash_attention": {"plain": _dense, "tree": _dense_tree, "fp8": _fp8(_dense_tree)},
+    "flash_attention_varlen": {"plain": _varlen, "tree": _varlen_tree, "fp8": _fp8(_varlen_tree)},
     "paged_attention": {"plain": _paged, "int8_tree": _paged_int8, "planned": _paged},
     "plan_attention": {"plain": _plan},
     "merge_attention_states": {"plain": _merge, "dense": _merge_dense},
@@ -289,13 +303,13 @@ def _plan_of(arguments: Arguments, tokens: int) -> Tensor:
 def everything(op: str, device: str = "cpu") -> Arguments:
     """Arguments of one valid call in which every tensor argument of the op is there."""
     variants = {
+        "flash_attention": "fp8",
+        "flash_attention_varlen": "fp8",
         "paged_attention": "int8_tree",
         "append_paged_kv_cache_": "int8",
         "qk_norm_rope_append_": "int8",
     }
     variant = variants.get(op, "plain")
-    if op in ("flash_attention", "flash_attention_varlen"):
-        variant = "tree"
     arguments = make(op, variant, device=device)
     if op == "paged_attention":
         arguments["plan"] = _plan_of(arguments, 5)

@@ -56,12 +56,21 @@ def paged(
     ]  # fmt: skip
 
 
-def dense(dim: int, value_dim: int, dtype: torch.dtype = BF16, *, left: int = -1) -> list[Any]:
+def dense(
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype = BF16,
+    *,
+    left: int = -1,
+    softcap: float = 0.0,
+) -> list[Any]:
     """Arguments of `attention.flash_attention` with enough tiles to fill a device."""
     q = torch.empty(4, 1024, 8, dim, dtype=dtype)
     k, v = (torch.empty(4, 1024, 8, d, dtype=dtype) for d in (dim, value_dim))
-    out, lse = torch.empty(4, 1024, 8, value_dim, dtype=dtype), torch.empty(4, 8, 1024)
-    return [q, k, v, 0.1, left, 0, 0.0, None, None, False, out, lse]
+    out_dtype = BF16 if dtype == FP8 else dtype
+    out, lse = torch.empty(4, 1024, 8, value_dim, dtype=out_dtype), torch.empty(4, 8, 1024)
+    scale = torch.empty(8) if dtype == FP8 else None
+    return [q, k, v, 0.1, left, 0, softcap, None, None, False, scale, scale, scale, out, lse]
 
 
 def launches(function: str, arguments: list[Any], device: Device) -> list[Launch]:
@@ -74,6 +83,8 @@ FULL = [  # on the large GPU: every form of the kernel
     ("flash_attention", lambda: dense(128, 128)),
     ("flash_attention", lambda: dense(192, 128, FP16, left=100)),
     ("flash_attention", lambda: dense(64, 64, FP32)),
+    ("flash_attention", lambda: dense(128, 128, FP8)),
+    ("flash_attention", lambda: dense(96, 96, FP8, left=100, softcap=30.0)),
     ("paged_attention", lambda: paged(128, 1)),
     ("paged_attention", lambda: paged(64, 5, invariant=True)),
     ("paged_attention", lambda: paged(128, 1, stored=INT8, block=128)),
@@ -95,6 +106,8 @@ SMALLER = [
     ("163KB", lambda: dense(128, 128)),
     ("99KB", lambda: dense(128, 128)),
     ("64KB", lambda: dense(256, 256)),
+    ("163KB", lambda: dense(128, 128, FP8)),
+    ("99KB", lambda: dense(192, 128, FP8)),
     ("163KB", lambda: paged(128, 1)),
     ("99KB", lambda: paged(128, 16, stored=INT8)),
     ("64KB", lambda: paged(256, 1, stored=FP8)),
