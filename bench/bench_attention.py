@@ -43,6 +43,44 @@ def test_flash_attention_causal(record, suite, cpu, dtype, heads, length):
     )
 
 
+def with_fp8(q, k, v):
+    """The same call in e4m3 with a scale for each head, before the bf16 tensors that peers take."""
+    scales = [torch.ones(x.shape[-2], device=x.device) for x in (q, k, v)]
+    return *(x.to(torch.float8_e4m3fn) for x in (q, k, v)), *scales, q, k, v
+
+
+def run_fp8(causal):
+    """Ours on what `with_fp8` makes."""
+
+    def run(q, k, v, q_scale, k_scale, v_scale, *_bf16):
+        return ops.flash_attention(
+            q, k, v, causal=causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_flash_attention_fp8_causal(record, suite, cpu, heads):
+    """The peer attends in bf16."""
+    h, hk, d = HEADS[heads]
+    length = 512
+
+    def make():
+        shapes = ((1, length, n, d) for n in (h, hk, hk))
+        return with_fp8(*(torch.randn(s, device=suite.device).bfloat16() for s in shapes))
+
+    record(
+        Case(
+            name=f"flash_attention/fp8/s{length}/causal/{heads}",
+            make=make,
+            run=run_fp8(True),
+            peers={"sdpa": lambda *inputs: sdpa(*inputs[-3:], True)},
+            flops=2 * length * length * h * d,
+        )
+    )
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_flash_attention_varlen(record, suite, cpu, dtype, heads):
@@ -160,6 +198,29 @@ def test_prefill_on_a_gpu(record, gpu, batch, length, h, hk, d, causal):
             make=make,
             run=lambda q, k, v: ops.flash_attention(q, k, v, causal=causal),
             peers={"cudnn": lambda q, k, v: cudnn(q, k, v, causal)},
+            flops=4 * batch * length * length * h * d // (2 if causal else 1),
+        )
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("h", "hk"), [(32, 8), (32, 32)])
+@pytest.mark.parametrize(("batch", "length"), [(4, 4096), (1, 16384)])
+def test_fp8_prefill_on_a_gpu(record, gpu, batch, length, h, hk, causal):
+    """The peer is cuDNN in bf16, on the tensors that ours were rounded from."""
+    d = 128
+
+    def make():
+        shapes = ((batch, length, n, d) for n in (h, hk, hk))
+        return with_fp8(*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes))
+
+    record(
+        Case(
+            name=f"flash_attention/fp8/d{d}/{batch}x{length}/{'causal' if causal else 'full'}"
+            f"/h{h}-{hk}",
+            make=make,
+            run=run_fp8(causal),
+            peers={"cudnn": lambda *inputs: cudnn(*inputs[-3:], causal)},
             flops=4 * batch * length * length * h * d // (2 if causal else 1),
         )
     )
