@@ -137,6 +137,15 @@ def test_long_sequence(backend: Backend, sq: int, causal: bool) -> None:
     run_and_check(backend, inputs, causal=causal)
 
 
+def test_rounded_weights_have_no_bias(backend: Backend) -> None:
+    """Twice the error of e4m3 weights would hide results that are all 3 % too large."""
+    inputs = make(backend, 150, 600, batch=1, head_dim=64)
+    out, _ = run_and_check(backend, inputs)
+    wanted, _ = reference.flash_attention(*inputs.dequantized(torch.float64))
+    gain = (out.double() * wanted).sum() / wanted.square().sum()
+    assert abs(gain - 1) < 3e-3
+
+
 @pytest.mark.parametrize("out_dtype", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("sq", [9, 1])
 def test_output_dtypes(backend: Backend, out_dtype: torch.dtype, sq: int) -> None:
