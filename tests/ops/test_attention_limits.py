@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tests.conftest import Backend
+from tests.helpers import assert_bit_equal, cumulative, make_pages
 from tests.ops.test_attention import qkv
 
 
@@ -38,3 +41,52 @@ def test_tree_of_65_tokens_is_refused(backend: Backend) -> None:
     mask = torch.ones(2, 65, dtype=torch.int64, device=backend.device)
     with pytest.raises(ValueError, match=r"flash_attention.*tree_mask"):
         backend.ops.flash_attention(*inputs, tree_mask=mask)
+
+
+# Sequences long enough for the kernels of long queries, ends in the midst of a block of keys.
+COUNTS, LENGTHS = [70, 300, 33], [250, 300, 101]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_bits_do_not_depend_on_what_a_page_holds_beyond_its_sequence(
+    backend: Backend, head_dim: int
+) -> None:
+    results = []
+    for fill in (math.nan, 0.0):
+        torch.manual_seed(3)
+        pool = make_pages(
+            LENGTHS, dtype=torch.bfloat16, device=backend.device, fill=fill, head_dim=head_dim,
+            value_dim=min(head_dim, 128) if head_dim == 192 else head_dim,
+        )  # fmt: skip
+        q = torch.randn(sum(COUNTS), 8, head_dim).to(backend.device, torch.bfloat16)
+        results.append(
+            backend.ops.paged_attention(
+                q, pool.k_cache, pool.v_cache, pool.block_table,
+                cumulative(COUNTS, backend.device), pool.seq_lens,
+                max_seqlen_q=max(COUNTS), max_seqlen_k=max(LENGTHS),
+            )
+        )  # fmt: skip
+    assert_bit_equal(results[0][0], results[1][0], "out")
+    assert_bit_equal(results[0][1], results[1][1], "lse")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bits_do_not_depend_on_the_keys_of_the_next_sequence(
+    backend: Backend, causal: bool
+) -> None:
+    q = torch.randn(sum(COUNTS), 8, 64).to(backend.device, torch.bfloat16)
+    k, v = torch.randn(2, sum(LENGTHS), 2, 64).to(backend.device, torch.bfloat16)
+    cu_q, cu_k = cumulative(COUNTS, backend.device), cumulative(LENGTHS, backend.device)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return backend.ops.flash_attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=max(COUNTS), max_seqlen_k=max(LENGTHS), causal=causal
+        )
+
+    clean = run()
+    k[LENGTHS[0] : sum(LENGTHS[:2])], v[LENGTHS[0] : sum(LENGTHS[:2])] = math.nan, math.nan
+    out, lse = run()
+    assert out[COUNTS[0] : sum(COUNTS[:2])].isnan().all()
+    for rows in (slice(0, COUNTS[0]), slice(sum(COUNTS[:2]), None)):
+        assert_bit_equal(out[rows].clone(), clean[0][rows].clone(), "out")
+        assert_bit_equal(lse[:, rows].clone(), clean[1][:, rows].clone(), "lse")

@@ -291,6 +291,21 @@ __device__ inline void multiply_p_v(float (&o)[kValueDim / 2], const uint32_t (&
   }
 }
 
+// Zeros the values of a block from row `first` on, whatever the page or the next sequence holds
+// there: 0 * NaN would send the tile to prefill_isolated.cuh, whose sums are ordered otherwise.
+// Each consumer warpgroup does it for itself.
+template <class Traits>
+__device__ inline void clear_values(typename Traits::Element* v, int first, int barrier) {
+  for (int i = first * 8 + threadIdx.x % 128; i < Traits::kN * 8; i += 128) {
+#pragma unroll
+    for (int slab = 0; slab < Traits::kValueDim / kSlab; ++slab) {
+      *reinterpret_cast<uint4*>(v + slab * Traits::kN * kSlab + i * 8) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  fence_async_proxy();
+  named_barrier_sync(barrier, 128);
+}
+
 // The same in all threads of a warp, and known to be.
 __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
@@ -352,6 +367,11 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       if (signals) shared.k_empty[stage.index].arrive();
       softmax(block);
       shared.v_full[stage.index].wait(stage.phase);
+      // Keys beyond a dense tensor's end arrive as zeros.
+      if (p.cu_seqlens_q != nullptr && blocks.end * kN > uniform(tile.seqlen_k)) {
+        clear_values<Traits>(shared.v[stage.index], tile.seqlen_k - block * kN,
+                             1 + Traits::kConsumers + group_index);
+      }
       pack_probabilities<T, kN>(s, probabilities);
 
       for (--block; block >= blocks.begin; --block) {
