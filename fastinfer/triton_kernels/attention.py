@@ -111,9 +111,9 @@ def flash_attention_varlen(
         window_left, window_right, softcap, sinks, tree_mask, batch_invariant, q_scale, k_scale,
         v_scale, cu_seqlens_q, cu_seqlens_k,
     )  # fmt: skip
-    # With batch_invariant a short sequence has its own tiles beside a long one too, as in a plan.
-    mixed = batch_invariant and choose_tiles(max_seqlen_q, p.group, True).wide > 0
-    if mixed or _needs_plan(p, device_of(q.get_device())):
+    # A plan gives a short sequence the tiles that it has alone. With batch_invariant there always
+    # is one, since the kernels with and without may differ in a last bit.
+    if batch_invariant or _needs_plan(p, device_of(q.get_device())):
         p.seq_lens = cu_seqlens_k.diff()
         _run_planned(p, None, None)
     else:
