@@ -382,7 +382,7 @@ def test_ragged_equals_dense(
         assert_bit_equal(out_rows, bits[0])
         if backend.name == "cpu":
             assert_bit_equal(lse_rows.contiguous(), bits[1])
-        else:  # code for a token count of 1, which Triton makes apart, may round the last bit otherwise
+        else:  # Triton's code for a token count of 1 may round the last bit otherwise
             torch.testing.assert_close(lse_rows, bits[1], rtol=2.4e-7, atol=0)
 
 
