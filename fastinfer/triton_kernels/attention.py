@@ -270,7 +270,8 @@ def _launch(
         "TREE": p.tree_mask is not None,
         "LEFT": p.window_left >= 0,
         "RIGHT": p.window_right >= 0,
-        "ONE_TOKEN": tile_tokens == 1 or p.max_seqlen_q == 1,
+        # What else is in the batch must not choose the code of a row that asks for the same bits.
+        "ONE_TOKEN": tile_tokens == 1 or (p.max_seqlen_q == 1 and not p.batch_invariant),
         "PLANNED": plan is not None,
         "WIDE": wide,
         "PRECISION": "ieee",

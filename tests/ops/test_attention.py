@@ -560,20 +560,6 @@ def test_ragged_rows_do_not_depend_on_the_batch(backend: Backend, dtype: torch.d
         assert_bit_equal(part[1], whole[1][:, rows].contiguous(), "lse")
 
 
-@by_dtype
-def test_a_short_sequence_beside_a_long_one(backend: Backend, dtype: torch.dtype) -> None:
-    """R31: two queries are a small tile, alone and beside a sequence that takes large ones."""
-    args, maxima = ragged(dtype, [33, 2], [33, 70], backend.device)
-    options = {"causal": True, "batch_invariant": True}
-    whole = backend.ops.flash_attention_varlen(*args, **maxima, **options)
-    part = backend.ops.flash_attention_varlen(
-        *(x[33:] for x in args[:3]), *(cumulative([n], backend.device) for n in (2, 70)),
-        max_seqlen_q=2, max_seqlen_k=70, **options,
-    )  # fmt: skip
-    assert_bit_equal(part[0], whole[0][33:], "out")
-    assert_bit_equal(part[1], whole[1][:, 33:].contiguous(), "lse")
-
-
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "name"),
     [

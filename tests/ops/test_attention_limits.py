@@ -1,4 +1,4 @@
-"""Options at the end of their range: they mean what they say, or are refused."""
+"""Options at the end of their range, and bits that must not depend on what lies beside a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import Backend
 from tests.helpers import assert_bit_equal, cumulative, make_pages
-from tests.ops.test_attention import qkv
+from tests.ops.test_attention import by_dtype, qkv, ragged
 
 
 @pytest.mark.parametrize("options", [{"window_left": 2**63 - 1}, {"window_right": 2**63 - 1}])
@@ -90,3 +90,17 @@ def test_bits_do_not_depend_on_the_keys_of_the_next_sequence(
     for rows in (slice(0, COUNTS[0]), slice(sum(COUNTS[:2]), None)):
         assert_bit_equal(out[rows].clone(), clean[0][rows].clone(), "out")
         assert_bit_equal(lse[:, rows].clone(), clean[1][:, rows].clone(), "lse")
+
+
+@by_dtype
+def test_a_short_sequence_beside_a_long_one(backend: Backend, dtype: torch.dtype) -> None:
+    """R31: two queries are a small tile, alone and beside a sequence that takes large ones."""
+    args, maxima = ragged(dtype, [33, 2], [33, 70], backend.device)
+    options = {"causal": True, "batch_invariant": True}
+    whole = backend.ops.flash_attention_varlen(*args, **maxima, **options)
+    part = backend.ops.flash_attention_varlen(
+        *(x[33:] for x in args[:3]), *(cumulative([n], backend.device) for n in (2, 70)),
+        max_seqlen_q=2, max_seqlen_k=70, **options,
+    )  # fmt: skip
+    assert_bit_equal(part[0], whole[0][33:], "out")
+    assert_bit_equal(part[1], whole[1][:, 33:].contiguous(), "lse")
