@@ -72,6 +72,7 @@ CUDA_SOURCES = [
     "csrc/cuda/attention/prefill_d128.cu",
     "csrc/cuda/attention/prefill_d192.cu",
     "csrc/cuda/attention/prefill_d256.cu",
+    "csrc/cuda/attention/prefill_fp8.cu",
     "csrc/cuda/attention/split_merge.cu",
     "csrc/cuda/kv_cache/append_paged_kv_cache.cu",
     "csrc/cuda/kv_cache/qk_norm_rope_append.cu",

@@ -8,6 +8,7 @@ void launch_prefill_d64(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d128(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d192(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d256(const AttentionProblem& a, const PrefillLaunch& launch);
+void launch_prefill_fp8(const AttentionProblem& a, const PrefillLaunch& launch);
 
 namespace {
 
@@ -18,17 +19,19 @@ struct PrefillKernel {
   int64_t paged_keys;  // in a block of keys of a paged problem
   bool softcap;        // whether it is compiled: few models need it
   void (*launch)(const AttentionProblem&, const PrefillLaunch&);
+  bool fp8 = false;
 };
 constexpr PrefillKernel kKernels[] = {
     {64, 64, 192, 128, false, launch_prefill_d64},
     {128, 128, 128, 128, true, launch_prefill_d128},
     {192, 128, 128, 128, false, launch_prefill_d192},
     {256, 256, 128, 64, true, launch_prefill_d256},
+    {128, 128, 128, 0, false, launch_prefill_fp8, true},
 };
 
 const PrefillKernel* choose_kernel(const AttentionProblem& p) {
   for (const PrefillKernel& kernel : kKernels) {
-    if (p.head_dim <= kernel.head_dim && p.value_dim <= kernel.value_dim &&
+    if (kernel.fp8 == (p.dtype == ScalarType::Float8_e4m3fn) && p.head_dim <= kernel.head_dim && p.value_dim <= kernel.value_dim &&
         (p.softcap == 0.f || kernel.softcap)) {
       return &kernel;
     }
@@ -51,8 +54,10 @@ bool should_split(const AttentionProblem& p, const PrefillKernel& kernel, int nu
 }  // namespace
 
 bool prefill_supports(const AttentionProblem& p, int num_sms) {
-  if (p.dtype != ScalarType::BFloat16 && p.dtype != ScalarType::Half) return false;
-  if (p.head_dim % 8 != 0 || p.value_dim % 8 != 0) return false;
+  const bool fp8 = p.dtype == ScalarType::Float8_e4m3fn;
+  if (!fp8 && p.dtype != ScalarType::BFloat16 && p.dtype != ScalarType::Half) return false;
+  const int64_t bytes = fp8 ? 1 : 2;
+  if (p.head_dim * bytes % 16 != 0 || p.value_dim * bytes % 16 != 0) return false;
   const PrefillKernel* kernel = choose_kernel(p);
   if (kernel == nullptr || p.num_heads / p.num_kv_heads > kernel->tile_rows) return false;
   if (p.tree_mask != nullptr || !(p.scale > 0.f)) return false;
@@ -69,16 +74,16 @@ bool prefill_supports(const AttentionProblem& p, int num_sms) {
     const int64_t page = std::min(p.block_size, kernel->paged_keys);
     if (kernel->paged_keys % page != 0 || p.block_size % page != 0) return false;
   }
-  const auto suits = [](const void* data, const AttentionStrides& s, int64_t outer, int64_t tokens,
-                        int64_t heads) {
-    return suits_tma(data, {{outer, s.outer}, {tokens, s.token}, {heads, s.head}});
+  const auto suits = [](const void* data, int64_t element_bytes, const AttentionStrides& s,
+                        int64_t outer, int64_t tokens, int64_t heads) {
+    return suits_tma(data, element_bytes, {{outer, s.outer}, {tokens, s.token}, {heads, s.head}});
   };
   const int64_t q_outer = dense ? p.num_sequences : 1;
   const int64_t k_outer = paged ? p.num_blocks : q_outer;
-  if (!suits(p.q, p.q_strides, q_outer, queries, p.num_heads) ||
-      !suits(p.k.data, p.k.strides, k_outer, keys, p.num_kv_heads) ||
-      !suits(p.v.data, p.v.strides, k_outer, keys, p.num_kv_heads) ||
-      !suits(p.out, p.out_strides, q_outer, queries, p.num_heads)) {
+  if (!suits(p.q, bytes, p.q_strides, q_outer, queries, p.num_heads) ||
+      !suits(p.k.data, bytes, p.k.strides, k_outer, keys, p.num_kv_heads) ||
+      !suits(p.v.data, bytes, p.v.strides, k_outer, keys, p.num_kv_heads) ||
+      !suits(p.out, 2, p.out_strides, q_outer, queries, p.num_heads)) {
     return false;
   }
   return !should_split(p, *kernel, num_sms);

@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -43,6 +44,17 @@ __device__ inline float as_float(__nv_bfloat16 x) {
 __device__ inline float as_float(__half x) {
   return __half2float(x);
 }
+__device__ inline float as_float(__nv_fp8_e4m3 x) {
+  return static_cast<float>(x);
+}
+
+// Of a row's scores in the exponent of 2, where e4m3 tensors have scales; maybe not a number > 0.
+__device__ inline float score_factor(const PrefillParams& p, int kv_head, int head) {
+  float factor = p.scale_log2;
+  if (p.q_scale != nullptr) factor *= p.q_scale[head];
+  if (p.k_scale != nullptr) factor *= p.k_scale[kv_head];
+  return factor;
+}
 
 // Where the elements of a key of the tile's sequence and KV head begin.
 __device__ inline int64_t key_offset(const PrefillParams& p, const PrefillTile& tile,
@@ -57,7 +69,7 @@ __device__ inline int64_t key_offset(const PrefillParams& p, const PrefillTile& 
   return block * strides.outer + (key - entry * p.block_size) * strides.token + head;
 }
 
-template <class T>
+template <class T, class Out>
 __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillTile& tile, int row,
                                           int lane) {
   constexpr int kColumns = 8;  // of the result a lane: 256 / 32
@@ -70,6 +82,9 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
   const T* k = static_cast<const T*>(p.k);
   const T* v = static_cast<const T*>(p.v);
 
+  const float factor = score_factor(p, tile.kv_head, head);
+  const float value_factor = p.v_scale != nullptr ? p.v_scale[tile.kv_head] : 1.f;
+
   float maximum = -INFINITY, sum = 0.f, acc[kColumns] = {};
   for (int32_t key = seen.begin; key < seen.end; ++key) {
     const T* key_row = k + key_offset(p, tile, p.k_strides, key);
@@ -79,7 +94,7 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
       score += as_float(q[d]) * as_float(key_row[d]);
     }
     for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-    score = p.cap_scale > 0.f ? p.softcap_log2 * tanhf(score * p.cap_scale) : score * p.scale_log2;
+    score = p.cap_scale > 0.f ? p.softcap_log2 * tanhf(score * p.cap_scale) : score * factor;
     const float highest = fmaxf(maximum, score);
     const float base = highest == -INFINITY ? 0.f : highest;
     const float alpha = exp2f(maximum - base), weight = exp2f(score - base);
@@ -96,12 +111,14 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
   const bool empty = sum == 0.f;
   float denominator = sum;
   if (p.sinks != nullptr) denominator += exp2f(p.sinks[head] * 1.4426950408889634f - maximum);
-  T* out = static_cast<T*>(p.out) + tile.sequence * p.out_strides.outer +
+  Out* out = static_cast<Out*>(p.out) + tile.sequence * p.out_strides.outer +
            query * p.out_strides.token + head * p.out_strides.head;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const int column = lane + 32 * i;
-    if (column < p.value_dim) out[column] = T(empty ? 0.f : acc[i] / denominator);
+    if (column < p.value_dim) {
+      out[column] = Out(empty ? 0.f : acc[i] * value_factor / denominator);
+    }
   }
   if (lane == 0) {
     p.lse[tile.sequence * p.lse_outer + head * p.lse_head + query] =

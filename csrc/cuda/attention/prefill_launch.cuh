@@ -40,6 +40,9 @@ inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
   p.num_blocks = static_cast<int32_t>(a.num_blocks);
   p.block_size = static_cast<int32_t>(a.block_size);
   p.sinks = a.sinks;
+  p.q_scale = a.q_scale;
+  p.k_scale = a.k.scale;
+  p.v_scale = a.v.scale;
   p.num_sequences = static_cast<int32_t>(a.num_sequences);
   p.num_kv_heads = static_cast<int32_t>(a.num_kv_heads);
   p.group = static_cast<int32_t>(a.num_heads / a.num_kv_heads);
@@ -70,6 +73,7 @@ inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
 
 template <class Traits>
 void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
+  constexpr uint32_t kColumns = kSlab<Traits>;
   PrefillParams p = prefill_params(a, Traits::kM);
   p.tiles_taken = launch.counter;
   const bool dense = a.layout == AttentionLayout::kDense;
@@ -85,22 +89,27 @@ void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
                              {kv.data,
                               {dim, a.block_size, a.num_kv_heads, a.num_blocks},
                               {1, kv.strides.token, kv.strides.head, kv.strides.outer},
-                              {kSlab, static_cast<uint32_t>(p.page_tokens), 1, 1}});
+                              {kColumns, static_cast<uint32_t>(p.page_tokens), 1, 1}});
     }
     return make_tensor_map(a.op, a.dtype,
                            {kv.data,
                             {dim, keys, a.num_kv_heads, outer},
                             {1, kv.strides.token, kv.strides.head, kv.strides.outer},
-                            {kSlab, Traits::kN, 1, 1}});
+                            {kColumns, Traits::kN, 1, 1}});
   };
   const CUtensorMap q_map = make_tensor_map(
       a.op, a.dtype,
       {a.q,
        {a.head_dim, a.num_heads, queries, outer},
        {1, a.q_strides.head, a.q_strides.token, a.q_strides.outer},
-       {kSlab, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
+       {kColumns, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
   const CUtensorMap k_map = key_map(a.k, a.head_dim);
-  const CUtensorMap v_map = key_map(a.v, a.value_dim);
+  CUtensorMap v_map = k_map;
+  if constexpr (kIsFp8<Traits>) {
+    p.value_images = launch.value_images;
+  } else {
+    v_map = key_map(a.v, a.value_dim);
+  }
 
   const auto kernel = prefill_kernel<Traits>;
   constexpr int kSharedBytes = sizeof(PrefillShared<Traits>) + 1024;  // to align it

@@ -27,6 +27,9 @@ struct PrefillParams {
   const int32_t* block_table;   // [B, max_blocks], or null
   int64_t table_sequence, table_block;
   const float* sinks;  // [H] or null
+  // e4m3 alone: [H], [Hk] and [Hk], or null: 1. The images of the values are prefill_values.cuh's.
+  const float *q_scale, *k_scale, *v_scale;
+  const uint8_t* value_images;
 
   int32_t num_sequences;
   int32_t num_kv_heads;

@@ -85,6 +85,13 @@ struct ThreadRows {
   }
 };
 
+// What a row's sums are in units of. kShift: see RowScales.
+struct RowScales {
+  float log2[2];       // of a score in the exponent of 2; > 0
+  float value = 1.f;   // of values
+  float shift = 0.f;   // probabilities are 2^shift times what they stand for
+};
+
 template <int kValueDim>
 struct RowState {
   float o[kValueDim / 2];
@@ -136,33 +143,43 @@ struct RowState {
     }
   }
 
-  // Scores become probabilities relative to the new maximum.
+  // Scores become probabilities relative to the new maximum. Both rows at once, and in two chains
+  // each: with one chain after the other most cycles are waits for the last result.
   template <int kN>
-  __device__ void softmax(float (&s)[kN / 2], float scale_log2) {
+  __device__ void softmax(float (&s)[kN / 2], const RowScales& scales) {
+    float highest[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) highest[i / 2][i % 2] = s[i];
+#pragma unroll
+    for (int i = 4; i < kN / 2; ++i) {
+      float& chain = highest[i / 2 % 2][i % 2];
+      chain = fmaxf(chain, s[i]);
+    }
+    float base[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float highest = fmaxf(s[2 * r], s[2 * r + 1]);
-#pragma unroll
-      for (int j = 1; j < kN / 8; ++j) {
-        highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      }
-      highest = fmaxf(maximum[r], quad_max(highest));
+      const float now = fmaxf(maximum[r], quad_max(fmaxf(highest[r][0], highest[r][1])));
       // A row that has seen nothing keeps -inf; taking it from -inf would be NaN.
-      const float base = highest == -INFINITY ? 0.f : highest * scale_log2;
-      alpha[r] = ptx::exp2(maximum[r] * scale_log2 - base);
-      maximum[r] = highest;
-      float total = 0.f;
-#pragma unroll
-      for (int j = 0; j < kN / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * r + e];
-          x = ptx::exp2(fmaf(x, scale_log2, -base));
-          total += x;
-        }
-      }
-      sum[r] = sum[r] * alpha[r] + total;
+      const float scaled = now == -INFINITY ? 0.f : now * scales.log2[r];
+      alpha[r] = ptx::exp2(maximum[r] * scales.log2[r] - scaled);
+      maximum[r] = now;
+      base[r] = scaled - scales.shift;
     }
+    float total[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      const int r = i / 2 % 2;
+      s[i] = ptx::exp2(fmaf(s[i], scales.log2[r], -base[r]));
+      total[r][i % 2] += s[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * alpha[r] + (total[r][0] + total[r][1]);
+  }
+
+  // The sums of one block more, relative to its maximum.
+  __device__ void add(const float (&product)[kValueDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], product[i]);
   }
 
   // Maxima seldom change after the first blocks.
@@ -177,9 +194,9 @@ struct RowState {
 
   // masked: some of the tile's keys are hidden from some of its rows, so that 0 * NaN may have
   // reached rows that must not see it. They are computed again, each by itself.
-  template <class T>
+  template <class T, class Out>
   __device__ void finish(const PrefillParams& p, const PrefillTile& tile, const ThreadRows& mine,
-                         bool masked) {
+                         const RowScales& scales, bool masked) {
     const int lane = mine.lane;
     bool again[2] = {false, false};
     int64_t place[2];  // of the row in out
@@ -194,11 +211,12 @@ struct RowState {
                  head * p.out_strides.head;
       const float total = quad_sum(sum[r]);
       const bool empty = total == 0.f;
+      const float base = maximum[r] * scales.log2[r] - scales.shift;
       float denominator = total;
       if (p.sinks != nullptr && real[r]) {
-        denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - maximum[r] * p.scale_log2);
+        denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - base);
       }
-      const float factor = empty ? 0.f : 1.f / denominator;
+      const float factor = empty ? 0.f : scales.value / denominator;
       float probe = 0.f;  // NaN if an element is NaN or infinite
 #pragma unroll
       for (int j = 0; j < kValueDim / 8; ++j) {
@@ -212,10 +230,10 @@ struct RowState {
       again[r] = masked && real[r] && probe != 0.f;
       if (real[r] && lane % 4 == 0) {
         p.lse[tile.sequence * p.lse_outer + head * p.lse_head + at] =
-            empty ? -INFINITY : maximum[r] * p.scale_log2 * 0.6931471805599453f + logf(total);
+            empty ? -INFINITY : base * 0.6931471805599453f + logf(total);
       }
     }
-    T* out = static_cast<T*>(p.out);
+    Out* out = static_cast<Out*>(p.out);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -223,7 +241,7 @@ struct RowState {
         uint32_t x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x[i] = ptx::pack<kIsBf16<T>>(o[4 * (j + i) + 2 * r], o[4 * (j + i) + 2 * r + 1]);
+          x[i] = ptx::pack<kIsBf16<Out>>(o[4 * (j + i) + 2 * r], o[4 * (j + i) + 2 * r + 1]);
         }
         quad_transpose(x);  // eight columns in a row: one store of 16 bytes
         const int column = 8 * (j + lane % 4);
@@ -238,7 +256,7 @@ struct RowState {
       if (rows == 0) continue;
       __syncwarp();  // what was stored above is stored again
       for (int i = 0; i < 8; ++i, rows >>= 4) {
-        if (rows & 15) isolated_row<T>(p, tile, mine.row - lane / 4 + i + 8 * r, lane);
+        if (rows & 15) isolated_row<T, Out>(p, tile, mine.row - lane / 4 + i + 8 * r, lane);
       }
     }
   }

@@ -1,0 +1,162 @@
+// A computing warpgroup of the prefill kernel, on 16-bit elements. It overlaps the softmax of a block
+// with the product P V of the one before, and takes turns with the others, so that one's softmax
+// hides behind another's products.
+#pragma once
+
+#include <cstdint>
+
+#include "../ptx/named_barrier.h"
+#include "../ptx/tma.h"
+#include "../ptx/wgmma.h"
+#include "prefill_rows.cuh"
+#include "prefill_schedule.cuh"
+#include "prefill_traits.cuh"
+
+namespace fastinfer::cuda {
+
+// q and k are descriptors of the first 32 bytes of columns.
+template <class T, int kN, int kM, int kHeadDim>
+__device__ inline void multiply_q_k(float (&s)[kN / 2], uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim * int{sizeof(T)} / 32; ++step) {
+    const int slab = step / 4, inside = step % 4 * 32;
+    Wgmma<T, kN>::shared_k_major(s, q + (slab * kM * 128 + inside) / 16,
+                                 k + (slab * kN * 128 + inside) / 16, step > 0);
+  }
+}
+
+// v is the descriptor of the first 16 keys.
+template <class T, int kN, int kValueDim>
+__device__ inline void multiply_p_v(float (&o)[kValueDim / 2], const uint32_t (&p)[kN / 16][4],
+                                    uint64_t v) {
+#pragma unroll
+  for (int step = 0; step < kN / 16; ++step) {
+    Wgmma<T, kValueDim>::registers_mn_major(o, p[step], v + step * 2048 / 16, 1);
+  }
+}
+
+// Zeros the values of a block from row `first` on, whatever the page or the next sequence holds
+// there: 0 * NaN would send the tile to prefill_isolated.cuh, whose sums are ordered otherwise.
+// Each consumer warpgroup does it for itself.
+template <class Traits>
+__device__ inline void clear_values(typename Traits::Element* v, int first, int barrier) {
+  for (int i = first * 8 + threadIdx.x % 128; i < Traits::kN * 8; i += 128) {
+#pragma unroll
+    for (int slab = 0; slab < Traits::kValueDim / kSlab<Traits>; ++slab) {
+      *reinterpret_cast<uint4*>(v + slab * Traits::kN * kSlab<Traits> + i * 8) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  fence_async_proxy();
+  named_barrier_sync(barrier, 128);
+}
+
+template <class Traits>
+__device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
+  using T = typename Traits::Element;
+  constexpr int kM = Traits::kM, kN = Traits::kN;
+  constexpr int kHeadDim = Traits::kHeadDim, kValueDim = Traits::kValueDim;
+  const int group_index = uniform(threadIdx.x / 128) - 1;  // of the consumer warpgroups
+  const ThreadRows mine(p, group_index * 64 + threadIdx.x / 32 % 4 * 16);
+  const bool signals = mine.lane == 0;
+  // Turns: barrier 1 + i lets warpgroup i issue its products.
+  const int my_turn = 1 + group_index;
+  const int next_turn = 1 + (group_index + 1) % Traits::kConsumers;
+  if (group_index == Traits::kConsumers - 1) named_barrier_arrive(next_turn, 256);
+
+  const uint64_t q_first = k_major_descriptor(shared_address(shared.q) + group_index * 64 * 128);
+  const uint64_t k_first = k_major_descriptor(shared_address(shared.k));
+  const uint64_t v_first = mn_major_descriptor(shared_address(shared.v), kN * 128);
+  constexpr int kKeyStep = sizeof(shared.k[0]) / 16, kValueStep = sizeof(shared.v[0]) / 16;
+  Ring<Traits::kQueryStages> query;
+  Ring<Traits::kQueryStages + 1> slot;
+  Ring<Traits::kStages> stage;
+  const RowScales scales{{p.scale_log2, p.scale_log2}};
+
+  for (;; query.next(), slot.next()) {
+    shared.q_full[query.index].wait(query.phase);
+    // Read again where it is needed: registers are scarce.
+    const PrefillTile& tile = shared.tiles[slot.index];
+    if (!uniform(tile.valid)) break;
+    KeyBlocks blocks = key_blocks<kN>(p, tile);
+    blocks.begin = uniform(blocks.begin);
+    blocks.end = uniform(blocks.end);
+    RowState<kValueDim> rows;
+    rows.start();
+
+    auto& q_empty = shared.q_empty[query.index];
+    if (blocks.begin >= blocks.end) {
+      if (signals) q_empty.arrive();
+    } else {
+      float s[kN / 2];
+      uint32_t probabilities[kN / 16][4];
+      const uint64_t q = q_first + uniform(query.index) * int{sizeof(shared.q[0]) / 16};
+      const auto softmax = [&](int block) {
+        if constexpr (Traits::kSoftcap) rows.template cap<kN>(s, p);
+        if (block < blocks.full_begin || block >= blocks.full_end) {
+          rows.template mask<kN>(s, p, tile, mine, block * kN);
+        }
+        rows.template softmax<kN>(s, scales);
+      };
+      int block = blocks.end - 1;
+      shared.k_full[stage.index].wait(stage.phase);
+      wgmma_fence();
+      multiply_q_k<T, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      if (signals) shared.k_empty[stage.index].arrive();
+      softmax(block);
+      shared.v_full[stage.index].wait(stage.phase);
+      // Keys beyond a dense tensor's end arrive as zeros.
+      if (p.cu_seqlens_q != nullptr && blocks.end * kN > uniform(tile.seqlen_k)) {
+        clear_values<Traits>(shared.v[stage.index], tile.seqlen_k - block * kN,
+                             1 + Traits::kConsumers + group_index);
+      }
+      pack_probabilities<T, kN>(s, probabilities);
+
+      for (--block; block >= blocks.begin; --block) {
+        const int value_stage = stage.index;
+        stage.next();
+        shared.k_full[stage.index].wait(stage.phase);
+        named_barrier_sync(my_turn, 256);
+        wgmma_pin(s);
+        wgmma_pin(rows.o);
+        wgmma_fence();
+        multiply_q_k<T, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
+        wgmma_commit();
+        multiply_p_v<T, kN, kValueDim>(rows.o, probabilities, v_first + value_stage * kValueStep);
+        wgmma_commit();
+        named_barrier_arrive(next_turn, 256);
+        wgmma_wait<1>();
+        wgmma_pin(s);
+        if (signals) shared.k_empty[stage.index].arrive();
+        softmax(block);
+        // Values for the next product are waited for here, since this loop also keeps the
+        // assembler from moving the softmax behind the wait for P V, where it would overlap with
+        // nothing.
+        wgmma_pin(s);
+        shared.v_full[stage.index].wait(stage.phase);
+        wgmma_wait<0>();
+        wgmma_pin(rows.o);
+        if (signals) shared.v_empty[value_stage].arrive();
+        rows.rescale();
+        pack_probabilities<T, kN>(s, probabilities);
+      }
+      if (signals) q_empty.arrive();
+      wgmma_pin(rows.o);
+      wgmma_fence();
+      multiply_p_v<T, kN, kValueDim>(rows.o, probabilities, v_first + stage.index * kValueStep);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(rows.o);
+      if (signals) shared.v_empty[stage.index].arrive();
+      stage.next();
+    }
+    const bool masked = blocks.begin < blocks.full_begin || blocks.end > blocks.full_end;
+    rows.template finish<T, T>(p, tile, mine, scales, masked);
+  }
+  // The turn that nobody takes: every arrival needs its match before the block ends.
+  if (group_index == 0) named_barrier_sync(my_turn, 256);
+}
+
+}  // namespace fastinfer::cuda
