@@ -21,10 +21,11 @@ bool on_hopper(const char* op, const Tensor& tensor) {
 void launch_prefill(const AttentionProblem& p, const Tensor& q, int32_t device,
                     int64_t narrow_rows = 0) {
   const DeviceGuard guard(p.op, device);
-  const Tensor counter = torch::stable::new_empty(q, {1}, ScalarType::Int);
-  const Tensor images = torch::stable::new_empty(q, {prefill_image_bytes(p)}, ScalarType::Byte);
-  run_prefill(p, {num_sms(p.op, device), static_cast<uint32_t*>(counter.data_ptr()),
-                  static_cast<uint8_t*>(images.data_ptr()), current_stream(p.op, device),
+  const Tensor scratch = torch::stable::new_empty(q, {prefill_scratch_words(p)}, ScalarType::Int);
+  const Tensor values =
+      torch::stable::new_empty(q, {prefill_value_elements(p)}, ScalarType::BFloat16);
+  run_prefill(p, {num_sms(p.op, device), static_cast<uint32_t*>(scratch.data_ptr()),
+                  values.data_ptr(), current_stream(p.op, device),
                   static_cast<int32_t>(narrow_rows)});
 }
 

@@ -44,11 +44,10 @@ const PrefillKernel* choose_kernel(const AttentionProblem& p) {
 bool should_split(const AttentionProblem& p, const PrefillKernel& kernel, int num_sms) {
   constexpr int64_t kShort = 512;
   if (p.batch_invariant || p.max_seqlen_k <= kShort) return false;
-  const int64_t tokens = kernel.tile_rows / (p.num_heads / p.num_kv_heads);
-  const int64_t tiles = p.layout == AttentionLayout::kDense
-                            ? (p.max_seqlen_q + tokens - 1) / tokens * p.num_sequences
-                            : (p.total_q + tokens - 1) / tokens;
-  return 2 * tiles * p.num_kv_heads < num_sms;
+  // One sequence at least: how many of a ragged batch are short is not known here.
+  AttentionProblem shape = p;
+  if (p.layout != AttentionLayout::kDense) shape.num_sequences = 1;
+  return 2 * prefill_tiles(shape, kernel.tile_rows) < num_sms;
 }
 
 }  // namespace
@@ -87,6 +86,10 @@ bool prefill_supports(const AttentionProblem& p, int num_sms) {
     return false;
   }
   return !should_split(p, *kernel, num_sms);
+}
+
+int64_t prefill_scratch_words(const AttentionProblem& p) {
+  return 1 + prefill_tiles(p, choose_kernel(p)->tile_rows);
 }
 
 void run_prefill(const AttentionProblem& p, const PrefillLaunch& launch) {

@@ -13,7 +13,6 @@
 
 #include "../ptx/setmaxnreg.h"
 #include "prefill_consumer.cuh"
-#include "prefill_consumer_fp8.cuh"
 #include "prefill_producer.cuh"
 
 namespace fastinfer::cuda {
@@ -44,6 +43,9 @@ __global__ __launch_bounds__(Traits::kThreads,
       shared.k_empty[i].init(kConsumerWarps);
       shared.v_empty[i].init(kConsumerWarps);
     }
+    if constexpr (Traits::kFast) {
+      for (int32_t& failed : shared.failed) failed = 0;
+    }
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -52,11 +54,7 @@ __global__ __launch_bounds__(Traits::kThreads,
     if (threadIdx.x < 32) Producer<Traits>{p, &q_map, &k_map, &v_map, shared}.run();
   } else {
     registers_increase<Traits::kConsumerRegisters>();
-    if constexpr (kIsFp8<Traits>) {
-      consume_fp8<Traits>(p, shared);
-    } else {
-      consume<Traits>(p, shared);
-    }
+    consume<Traits>(p, shared);
   }
 }
 

@@ -1,4 +1,4 @@
-// A computing warpgroup of the prefill kernel, on 16-bit elements. It overlaps the softmax of a block
+// A computing warpgroup of the prefill kernel. It overlaps the softmax of a block
 // with the product P V of the one before, and takes turns with the others, so that one's softmax
 // hides behind another's products.
 #pragma once
@@ -39,11 +39,11 @@ __device__ inline void multiply_p_v(float (&o)[kValueDim / 2], const uint32_t (&
 // there: 0 * NaN would send the tile to prefill_isolated.cuh, whose sums are ordered otherwise.
 // Each consumer warpgroup does it for itself.
 template <class Traits>
-__device__ inline void clear_values(typename Traits::Element* v, int first, int barrier) {
+__device__ inline void clear_values(typename Traits::Value* v, int first, int barrier) {
   for (int i = first * 8 + threadIdx.x % 128; i < Traits::kN * 8; i += 128) {
 #pragma unroll
-    for (int slab = 0; slab < Traits::kValueDim / kSlab<Traits>; ++slab) {
-      *reinterpret_cast<uint4*>(v + slab * Traits::kN * kSlab<Traits> + i * 8) = make_uint4(0, 0, 0, 0);
+    for (int slab = 0; slab < Traits::kValueDim / Traits::kValueSlab; ++slab) {
+      *reinterpret_cast<uint4*>(v + slab * Traits::kN * Traits::kValueSlab + i * 8) = make_uint4(0, 0, 0, 0);
     }
   }
   fence_async_proxy();
@@ -52,7 +52,8 @@ __device__ inline void clear_values(typename Traits::Element* v, int first, int 
 
 template <class Traits>
 __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
-  using T = typename Traits::Element;
+  using Element = typename Traits::Element;
+  using Value = typename Traits::Value;
   constexpr int kM = Traits::kM, kN = Traits::kN;
   constexpr int kHeadDim = Traits::kHeadDim, kValueDim = Traits::kValueDim;
   const int group_index = uniform(threadIdx.x / 128) - 1;  // of the consumer warpgroups
@@ -70,19 +71,30 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
   Ring<Traits::kQueryStages> query;
   Ring<Traits::kQueryStages + 1> slot;
   Ring<Traits::kStages> stage;
-  const RowScales scales{{p.scale_log2, p.scale_log2}};
+  bool drained = false;
 
   for (;; query.next(), slot.next()) {
     shared.q_full[query.index].wait(query.phase);
     // Read again where it is needed: registers are scarce.
     const PrefillTile& tile = shared.tiles[slot.index];
-    if (!uniform(tile.valid)) break;
+    if (!uniform(tile.valid)) {
+      if (!Traits::kFast || drained) break;
+      // The producer sees which tiles failed, and sends them again, or the end.
+      drained = true;
+      if (signals) shared.q_empty[query.index].arrive();
+      named_barrier_sync(kDrained, 32 + 128 * Traits::kConsumers);
+      continue;
+    }
     KeyBlocks blocks = key_blocks<kN>(p, tile);
     blocks.begin = uniform(blocks.begin);
     blocks.end = uniform(blocks.end);
     RowState<kValueDim> rows;
-    rows.start();
+    rows.start(p, tile, mine);
+    RowScales scales{{p.scale_log2, p.scale_log2}, 1.f};
+    [[maybe_unused]] bool unusual = false;
+    if constexpr (Traits::kFp8) unusual = rows.read_scales(p, tile, mine, &scales);
 
+    const bool may_be_fast = Traits::kFast && !uniform(tile.careful);
     auto& q_empty = shared.q_empty[query.index];
     if (blocks.begin >= blocks.end) {
       if (signals) q_empty.arrive();
@@ -90,29 +102,33 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       float s[kN / 2];
       uint32_t probabilities[kN / 16][4];
       const uint64_t q = q_first + uniform(query.index) * int{sizeof(shared.q[0]) / 16};
-      const auto softmax = [&](int block) {
+      const auto scale_and_mask = [&](int block) {
+        if constexpr (Traits::kFp8) {
+          if (unusual) rows.template scale<kN>(s, p, tile, mine);
+        }
         if constexpr (Traits::kSoftcap) rows.template cap<kN>(s, p);
         if (block < blocks.full_begin || block >= blocks.full_end) {
           rows.template mask<kN>(s, p, tile, mine, block * kN);
         }
-        rows.template softmax<kN>(s, scales);
       };
       int block = blocks.end - 1;
       shared.k_full[stage.index].wait(stage.phase);
       wgmma_fence();
-      multiply_q_k<T, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
+      multiply_q_k<Element, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_pin(s);
       if (signals) shared.k_empty[stage.index].arrive();
-      softmax(block);
+      scale_and_mask(block);
+      rows.template softmax<kN>(s, scales);
+      bool fast = may_be_fast && rows.all_started();
       shared.v_full[stage.index].wait(stage.phase);
       // Keys beyond a dense tensor's end arrive as zeros.
       if (p.cu_seqlens_q != nullptr && blocks.end * kN > uniform(tile.seqlen_k)) {
         clear_values<Traits>(shared.v[stage.index], tile.seqlen_k - block * kN,
                              1 + Traits::kConsumers + group_index);
       }
-      pack_probabilities<T, kN>(s, probabilities);
+      pack_probabilities<Value, kN>(s, probabilities);
 
       for (--block; block >= blocks.begin; --block) {
         const int value_stage = stage.index;
@@ -122,30 +138,44 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
         wgmma_pin(s);
         wgmma_pin(rows.o);
         wgmma_fence();
-        multiply_q_k<T, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
+        multiply_q_k<Element, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
         wgmma_commit();
-        multiply_p_v<T, kN, kValueDim>(rows.o, probabilities, v_first + value_stage * kValueStep);
+        multiply_p_v<Value, kN, kValueDim>(rows.o, probabilities, v_first + value_stage * kValueStep);
         wgmma_commit();
         named_barrier_arrive(next_turn, 256);
         wgmma_wait<1>();
         wgmma_pin(s);
         if (signals) shared.k_empty[stage.index].arrive();
-        softmax(block);
+        scale_and_mask(block);
         // Values for the next product are waited for here, since this loop also keeps the
-        // assembler from moving the softmax behind the wait for P V, where it would overlap with
-        // nothing.
-        wgmma_pin(s);
-        shared.v_full[stage.index].wait(stage.phase);
-        wgmma_wait<0>();
-        wgmma_pin(rows.o);
-        if (signals) shared.v_empty[value_stage].arrive();
-        rows.rescale();
-        pack_probabilities<T, kN>(s, probabilities);
+        // assembler from moving what is before it behind the wait for P V, where it would overlap
+        // with nothing. Sums are never below 0, but the assembler does not know.
+        const auto wait_for_p_v = [&] {
+          const uint32_t sums = rows.sum[0] + rows.sum[1] < 0.f;
+          shared.v_full[stage.index].wait(stage.phase ^ sums);
+          wgmma_wait<0>();
+          wgmma_pin(rows.o);
+          if (signals) shared.v_empty[value_stage].arrive();
+        };
+        if (fast) {
+          // The other half leaves room for rounding the first.
+          rows.template exponentials<0, kN / 4>(s, scales);
+          wait_for_p_v();
+          rows.template exponentials<kN / 4, kN / 2>(s, scales);
+          pack_probabilities<Value, kN>(s, probabilities);
+          rows.recenter(probabilities);
+        } else {
+          rows.template softmax<kN>(s, scales);
+          wait_for_p_v();
+          rows.rescale();
+          pack_probabilities<Value, kN>(s, probabilities);
+          fast = may_be_fast && rows.all_started();
+        }
       }
       if (signals) q_empty.arrive();
       wgmma_pin(rows.o);
       wgmma_fence();
-      multiply_p_v<T, kN, kValueDim>(rows.o, probabilities, v_first + stage.index * kValueStep);
+      multiply_p_v<Value, kN, kValueDim>(rows.o, probabilities, v_first + stage.index * kValueStep);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_pin(rows.o);
@@ -153,7 +183,9 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       stage.next();
     }
     const bool masked = blocks.begin < blocks.full_begin || blocks.end > blocks.full_end;
-    rows.template finish<T, T>(p, tile, mine, scales, masked);
+    const bool failed = rows.template finish<Element, typename Traits::Out>(
+        p, tile, mine, scales, masked, may_be_fast);
+    if (Traits::kFast && failed && signals) shared.failed[slot.index] = 1;
   }
   // The turn that nobody takes: every arrival needs its match before the block ends.
   if (group_index == 0) named_barrier_sync(my_turn, 256);

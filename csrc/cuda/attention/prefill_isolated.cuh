@@ -23,7 +23,9 @@ struct PrefillTile {
   int32_t seqlen_k;
   int32_t first_query;  // of the sequence, in ragged tensors
   int32_t first_key;
-  bool valid;  // false: no more work
+  int32_t index;
+  bool careful;  // some rows failed before (prefill_rows.cuh): they are computed again
+  bool valid;    // false: no more work
 };
 
 // Keys that a query token of the tile's sequence sees: [begin, end).
@@ -100,6 +102,7 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
     const float alpha = exp2f(maximum - base), weight = exp2f(score - base);
     maximum = highest;
     sum = sum * alpha + weight;
+    if (isnan(sum)) break;  // and so is the whole row
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int column = lane + 32 * i;

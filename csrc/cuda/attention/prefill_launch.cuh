@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../../checks/attention.h"
 #include "../tensor_map.h"
@@ -54,11 +55,8 @@ inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
   p.seqlen_q = static_cast<int32_t>(a.max_seqlen_q);
   p.seqlen_k = static_cast<int32_t>(a.max_seqlen_k);
   p.tiles_per_sequence = (p.seqlen_q + p.tile_tokens - 1) / p.tile_tokens;
+  p.num_tiles = prefill_tiles(a, tile_rows);
   const int64_t pairs = a.num_sequences * a.num_kv_heads;
-  // Ragged: at most so many. Each sequence ends with a partial tile.
-  p.num_tiles = a.layout == AttentionLayout::kDense
-                    ? pairs * p.tiles_per_sequence
-                    : (a.total_q / p.tile_tokens + a.num_sequences) * a.num_kv_heads;
   const int64_t pair_bytes = a.max_seqlen_k * (a.head_dim + a.value_dim) * 2;
   p.section_pairs = static_cast<int32_t>(
       std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pair_bytes, 1), 1, pairs));
@@ -71,11 +69,13 @@ inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
   return p;
 }
 
+// `values` are what the kernel multiplies with: a.v, or what it was converted to.
 template <class Traits>
-void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
-  constexpr uint32_t kColumns = kSlab<Traits>;
+void launch_prefill(const AttentionProblem& a, const AttentionKv& values,
+                    const PrefillLaunch& launch) {
   PrefillParams p = prefill_params(a, Traits::kM);
-  p.tiles_taken = launch.counter;
+  p.tiles_taken = launch.scratch;
+  p.next_failed = reinterpret_cast<int32_t*>(launch.scratch + 1);
   const bool dense = a.layout == AttentionLayout::kDense;
   const int64_t outer = dense ? a.num_sequences : 1;
   const int64_t queries = dense ? a.max_seqlen_q : a.total_q;
@@ -83,33 +83,28 @@ void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
   const bool paged = a.layout == AttentionLayout::kPaged;
   p.page_tokens = static_cast<int32_t>(std::min<int64_t>(a.block_size, Traits::kN));
   p.narrow_rows = launch.narrow_rows;
-  const auto key_map = [&](const AttentionKv& kv, int64_t dim) {
+  const auto key_map = [&](const AttentionKv& kv, int64_t dim, uint32_t slab) {
     if (paged) {
-      return make_tensor_map(a.op, a.dtype,
+      return make_tensor_map(a.op, kv.dtype,
                              {kv.data,
                               {dim, a.block_size, a.num_kv_heads, a.num_blocks},
                               {1, kv.strides.token, kv.strides.head, kv.strides.outer},
-                              {kColumns, static_cast<uint32_t>(p.page_tokens), 1, 1}});
+                              {slab, static_cast<uint32_t>(p.page_tokens), 1, 1}});
     }
-    return make_tensor_map(a.op, a.dtype,
+    return make_tensor_map(a.op, kv.dtype,
                            {kv.data,
                             {dim, keys, a.num_kv_heads, outer},
                             {1, kv.strides.token, kv.strides.head, kv.strides.outer},
-                            {kColumns, Traits::kN, 1, 1}});
+                            {slab, Traits::kN, 1, 1}});
   };
   const CUtensorMap q_map = make_tensor_map(
       a.op, a.dtype,
       {a.q,
        {a.head_dim, a.num_heads, queries, outer},
        {1, a.q_strides.head, a.q_strides.token, a.q_strides.outer},
-       {kColumns, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
-  const CUtensorMap k_map = key_map(a.k, a.head_dim);
-  CUtensorMap v_map = k_map;
-  if constexpr (kIsFp8<Traits>) {
-    p.value_images = launch.value_images;
-  } else {
-    v_map = key_map(a.v, a.value_dim);
-  }
+       {Traits::kKeySlab, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
+  const CUtensorMap k_map = key_map(a.k, a.head_dim, Traits::kKeySlab);
+  const CUtensorMap v_map = key_map(values, a.value_dim, Traits::kValueSlab);
 
   const auto kernel = prefill_kernel<Traits>;
   constexpr int kSharedBytes = sizeof(PrefillShared<Traits>) + 1024;  // to align it
@@ -118,31 +113,28 @@ void launch_prefill(const AttentionProblem& a, const PrefillLaunch& launch) {
   FI_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
       a.op);
-  FI_CUDA_CHECK(cudaMemsetAsync(launch.counter, 0, sizeof(*launch.counter), launch.stream), a.op);
+  FI_CUDA_CHECK(cudaMemsetAsync(launch.scratch, 0, sizeof(*launch.scratch), launch.stream), a.op);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(launch.num_sms, p.num_tiles));
   kernel<<<grid, Traits::kThreads, kSharedBytes, launch.stream>>>(p, q_map, k_map, v_map);
   FI_CUDA_CHECK(cudaGetLastError(), a.op);
 }
 
-// For both element types; also with softcap where kSoftcap.
+// For both 16-bit types; also with softcap where kSoftcap.
 template <int kHeadDim, int kValueDim, int kM, int kN, int kQueryStages, bool kSoftcap>
 void launch_prefill_for(const AttentionProblem& a, const PrefillLaunch& launch) {
-  const bool bf16 = a.dtype == ScalarType::BFloat16;
+  const auto run = [&](auto element, auto softcap) {
+    using T = decltype(element);
+    launch_prefill<PrefillTraits<T, T, T, kHeadDim, kValueDim, kM, kN, kQueryStages,
+                                 decltype(softcap)::value>>(a, a.v, launch);
+  };
+  const auto run_element = [&](auto softcap) {
+    if (a.dtype == ScalarType::BFloat16) return run(__nv_bfloat16{}, softcap);
+    run(__half{}, softcap);
+  };
   if constexpr (kSoftcap) {
-    if (a.softcap > 0.f) {
-      return bf16 ? launch_prefill<PrefillTraits<__nv_bfloat16, kHeadDim, kValueDim, kM, kN,
-                                                 kQueryStages, true>>(a, launch)
-                  : launch_prefill<
-                        PrefillTraits<__half, kHeadDim, kValueDim, kM, kN, kQueryStages, true>>(
-                        a, launch);
-    }
+    if (a.softcap > 0.f) return run_element(std::true_type{});
   }
-  return bf16 ? launch_prefill<
-                    PrefillTraits<__nv_bfloat16, kHeadDim, kValueDim, kM, kN, kQueryStages, false>>(
-                    a, launch)
-              : launch_prefill<
-                    PrefillTraits<__half, kHeadDim, kValueDim, kM, kN, kQueryStages, false>>(
-                    a, launch);
+  run_element(std::false_type{});
 }
 
 }  // namespace fastinfer::cuda

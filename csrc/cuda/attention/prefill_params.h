@@ -27,9 +27,7 @@ struct PrefillParams {
   const int32_t* block_table;   // [B, max_blocks], or null
   int64_t table_sequence, table_block;
   const float* sinks;  // [H] or null
-  // e4m3 alone: [H], [Hk] and [Hk], or null: 1. The images of the values are prefill_values.cuh's.
-  const float *q_scale, *k_scale, *v_scale;
-  const uint8_t* value_images;
+  const float *q_scale, *k_scale, *v_scale;  // of e4m3: [H], [Hk] and [Hk], or null: 1
 
   int32_t num_sequences;
   int32_t num_kv_heads;
@@ -51,6 +49,7 @@ struct PrefillParams {
   int32_t section_pairs;  // (sequence, KV head) pairs whose keys and values share the cache
   int64_t num_tiles;
   uint32_t* tiles_taken;  // beyond each block's first; starts at 0
+  int32_t* next_failed;   // [num_tiles]: of a block's tiles to be computed again, as a list
 
   float scale_log2;    // of a score in the exponent of 2: scale * log2(e); 1 with softcap
   float softcap_log2;  // softcap * log2(e)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../ptx/named_barrier.h"
 #include "../ptx/tma.h"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
@@ -19,6 +20,16 @@ struct Producer {
   Ring<Traits::kQueryStages> query = {};
   Ring<Traits::kQueryStages + 1> slot = {};
   Ring<Traits::kStages> stage = {};
+  int32_t first_failed = -1;
+
+  // Notes the slot's tile for a second time if rows of it failed. Run by the leader.
+  __device__ void collect(int i) {
+    if (shared.failed[i] == 0) return;
+    shared.failed[i] = 0;
+    const int32_t index = shared.tiles[i].index;
+    p.next_failed[index] = first_failed;
+    first_failed = index;
+  }
 
   // Copies one tile's Q, K and V, or tells the consumers that there is no more work.
   __device__ void copy(const PrefillTile& tile) {
@@ -26,25 +37,26 @@ struct Producer {
     const bool leader = threadIdx.x == 0;
     auto& q_full = shared.q_full[query.index];
     shared.q_empty[query.index].wait(query.phase ^ 1);
-    if (leader) shared.tiles[slot.index] = tile;
-    if (!tile.valid) {
-      if (leader) q_full.arrive();
-      return;
-    }
     if (leader) {
+      if constexpr (Traits::kFast) collect(slot.index);
+      shared.tiles[slot.index] = tile;
+      if (!tile.valid) q_full.arrive();
+    }
+    if (leader && tile.valid) {
       q_full.arrive_expect(p.tile_tokens * p.group * Traits::kHeadDim *
                            sizeof(typename Traits::Element));
       const int outer = p.cu_seqlens_q != nullptr ? 0 : tile.sequence;
 #pragma unroll
-      for (int slab = 0; slab < Traits::kHeadDim / kSlab<Traits>; ++slab) {
-        tma_load(shared.q[query.index] + slab * Traits::kM * kSlab<Traits>, q_map, &q_full, slab * kSlab<Traits>,
-                 tile.kv_head * p.group, tile.first_query + tile.token_begin, outer);
+      for (int slab = 0; slab < Traits::kHeadDim / Traits::kKeySlab; ++slab) {
+        tma_load(shared.q[query.index] + slab * Traits::kM * Traits::kKeySlab, q_map, &q_full,
+                 slab * Traits::kKeySlab, tile.kv_head * p.group,
+                 tile.first_query + tile.token_begin, outer);
       }
     }
     query.next();
     slot.next();
+    if (!tile.valid) return;
     const KeyBlocks blocks = key_blocks<kN>(p, tile);
-    [[maybe_unused]] const int64_t first_image = first_value_image<kN>(p, tile);
     for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       const Place place = find(tile, block * kN);
       const int i = stage.index;
@@ -55,15 +67,7 @@ struct Producer {
       shared.v_empty[i].wait(stage.phase ^ 1);
       if (leader) shared.v_full[i].arrive_expect(sizeof(shared.v[0]));
       __syncwarp();
-      if constexpr (kIsFp8<Traits>) {
-        if (leader) {
-          const int64_t image = (first_image + block) * p.num_kv_heads + tile.kv_head;
-          bulk_load(shared.v[i], p.value_images + image * int64_t{sizeof(shared.v[0])},
-                    sizeof(shared.v[0]), &shared.v_full[i]);
-        }
-      } else {
-        copy_keys<Traits::kValueDim>(v_map, shared.v[i], &shared.v_full[i], tile, place);
-      }
+      copy_keys<Traits::kValueDim>(v_map, shared.v[i], &shared.v_full[i], tile, place);
       stage.next();
     }
   }
@@ -92,13 +96,14 @@ struct Producer {
     return {row, key - entry * p.block_size, block};
   }
 
-  template <int kDim>
-  __device__ void copy_keys(const CUtensorMap* map, typename Traits::Element* to, Mbarrier* full,
-                            const PrefillTile& tile, const Place& place) {
+  template <int kDim, class T>
+  __device__ void copy_keys(const CUtensorMap* map, T* to, Mbarrier* full, const PrefillTile& tile,
+                            const Place& place) {
+    constexpr int kSlab = 128 / sizeof(T);
     if (place.row < 0) return;
 #pragma unroll
-    for (int slab = 0; slab < kDim / kSlab<Traits>; ++slab) {
-      tma_load(to + (slab * Traits::kN + place.row) * kSlab<Traits>, map, full, slab * kSlab<Traits>, place.token,
+    for (int slab = 0; slab < kDim / kSlab; ++slab) {
+      tma_load(to + (slab * Traits::kN + place.row) * kSlab, map, full, slab * kSlab, place.token,
                tile.kv_head, place.outer);
     }
   }
@@ -112,9 +117,28 @@ struct Producer {
       uint32_t taken = 0;
       if (threadIdx.x == 0 && tile.valid) taken = atomicAdd(p.tiles_taken, 1);
       copy(tile);
-      if (!tile.valid) return;
+      if (!tile.valid) break;
       index = int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0);
     }
+    if constexpr (Traits::kFast) run_failed();
+  }
+
+  // Once more, carefully, the tiles that failed.
+  __device__ void run_failed() {
+    named_barrier_sync(kDrained, 32 + 128 * Traits::kConsumers);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i <= Traits::kQueryStages; ++i) collect(i);
+    }
+    for (int32_t index = uniform(first_failed); index >= 0;) {
+      PrefillTile tile;
+      find_tile(p, index, &tile);
+      tile.careful = true;
+      copy(tile);
+      int32_t next = 0;
+      if (threadIdx.x == 0) next = p.next_failed[index];
+      index = uniform(next);
+    }
+    copy({});
   }
 };
 

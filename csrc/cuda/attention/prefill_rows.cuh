@@ -83,30 +83,64 @@ struct ThreadRows {
     token[0] = row / p.group;
     token[1] = (row + 8) / p.group;
   }
+
+  __device__ int head(const PrefillParams& p, const PrefillTile& tile, int r) const {
+    return tile.kv_head * p.group + row + 8 * r - token[r] * p.group;
+  }
+  __device__ bool exists(const PrefillParams& p, const PrefillTile& tile, int r) const {
+    return token[r] < p.tile_tokens && tile.token_begin + token[r] < tile.seqlen_q;
+  }
 };
 
-// What a row's sums are in units of. kShift: see RowScales.
 struct RowScales {
-  float log2[2];       // of a score in the exponent of 2; > 0
-  float value = 1.f;   // of values
-  float shift = 0.f;   // probabilities are 2^shift times what they stand for
+  float log2[2];  // of a score in the exponent of 2; > 0
+  float value;    // of values
 };
+
+// The lse of a row that has to be computed again, a NaN that no computation gives.
+constexpr uint32_t kFailedLse = 0x7fc0f1fa;
 
 template <int kValueDim>
 struct RowState {
   float o[kValueDim / 2];
-  float maximum[2];  // of the scores so far; -inf before the first visible key
-  float sum[2];      // of this thread's probabilities
-  float alpha[2];    // what the last block's maximum makes of earlier sums
+  float base[2];   // in the exponent of 2, what o and sum are relative to; -inf: nothing seen yet
+  float sum[2];    // of this thread's probabilities
+  float alpha[2];  // what the last block's base makes of earlier sums
 
-  __device__ void start() {
+  // Rows that do not exist count as started, whatever their queries hold.
+  __device__ void start(const PrefillParams& p, const PrefillTile& tile, const ThreadRows& mine) {
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maximum[r] = -INFINITY;
+      base[r] = mine.exists(p, tile, r) ? -INFINITY : 0.f;
       sum[r] = 0.f;
     }
+  }
+
+  // Whether a row's factor is none that may follow the maximum: zero, negative, not finite.
+  __device__ bool read_scales(const PrefillParams& p, const PrefillTile& tile,
+                              const ThreadRows& mine, RowScales* scales) const {
+    bool unusual = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scales->log2[r] = score_factor(p, tile.kv_head, mine.head(p, tile, r));
+      unusual = unusual || !(scales->log2[r] > 0.f && scales->log2[r] < INFINITY);
+    }
+    if (p.v_scale != nullptr) scales->value = p.v_scale[tile.kv_head];
+    unusual = __any_sync(~0u, unusual);
+    if (unusual) scales->log2[0] = scales->log2[1] = 1.f;
+    return unusual;
+  }
+
+  // Such factors, at once.
+  template <int kN>
+  __device__ static void scale(float (&s)[kN / 2], const PrefillParams& p, const PrefillTile& tile,
+                               const ThreadRows& mine) {
+    const float factor[2] = {score_factor(p, tile.kv_head, mine.head(p, tile, 0)),
+                             score_factor(p, tile.kv_head, mine.head(p, tile, 1))};
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) s[i] *= factor[i / 2 % 2];
   }
 
   template <int kN>
@@ -143,46 +177,86 @@ struct RowState {
     }
   }
 
-  // Scores become probabilities relative to the new maximum. Both rows at once, and in two chains
-  // each: with one chain after the other most cycles are waits for the last result.
+  // Scores become probabilities relative to the highest so far.
   template <int kN>
   __device__ void softmax(float (&s)[kN / 2], const RowScales& scales) {
-    float highest[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) highest[i / 2][i % 2] = s[i];
-#pragma unroll
-    for (int i = 4; i < kN / 2; ++i) {
-      float& chain = highest[i / 2 % 2][i % 2];
-      chain = fmaxf(chain, s[i]);
-    }
-    float base[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float now = fmaxf(maximum[r], quad_max(fmaxf(highest[r][0], highest[r][1])));
+      float highest = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kN / 8; ++j) {
+        highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      }
+      const float block_base = quad_max(highest) * scales.log2[r];
+      // A row of NaN has started, too.
+      const float now = base[r] >= block_base ? base[r] : block_base;
       // A row that has seen nothing keeps -inf; taking it from -inf would be NaN.
-      const float scaled = now == -INFINITY ? 0.f : now * scales.log2[r];
-      alpha[r] = ptx::exp2(maximum[r] * scales.log2[r] - scaled);
-      maximum[r] = now;
-      base[r] = scaled - scales.shift;
+      const float finite = now == -INFINITY ? 0.f : now;
+      alpha[r] = ptx::exp2(base[r] - finite);
+      base[r] = now;
+      float total = 0.f;
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          x = ptx::exp2(fmaf(x, scales.log2[r], -finite));
+          total += x;
+        }
+      }
+      sum[r] = sum[r] * alpha[r] + total;
     }
+  }
+
+  // Whether all rows of the warp have seen a key.
+  __device__ bool all_started() const {
+    return __all_sync(~0u, base[0] != -INFINITY && base[1] != -INFINITY);
+  }
+
+  // Scores kFrom to kTo of a thread become probabilities relative to the base that there is, without
+  // looking for a higher one: the sums of bf16 have exponents to spare. See recenter and finish.
+  template <int kFrom, int kTo, int kCount>
+  __device__ void exponentials(float (&s)[kCount], const RowScales& scales) {
     float total[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
+    for (int i = kFrom; i < kTo; ++i) {
       const int r = i / 2 % 2;
       s[i] = ptx::exp2(fmaf(s[i], scales.log2[r], -base[r]));
       total[r][i % 2] += s[i];
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * alpha[r] + (total[r][0] + total[r][1]);
+    for (int r = 0; r < 2; ++r) sum[r] += total[r][0] + total[r][1];
   }
 
-  // The sums of one block more, relative to its maximum.
-  __device__ void add(const float (&product)[kValueDim / 2]) {
+  // Where sums have grown large, by a power of 2, the base becomes higher by it: exactly. Of probabilities
+  // in bf16 that are not in o yet.
+  template <int kSteps>
+  __device__ void recenter(uint32_t (&probabilities)[kSteps][4]) {
+    constexpr float kLarge = 1099511627776.f;  // 2^40
+    if (!__any_sync(~0u, sum[0] > kLarge || sum[1] > kLarge)) return;
+    float factor[2];
 #pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], product[i]);
+    for (int r = 0; r < 2; ++r) {
+      const float largest = quad_max(sum[r]);
+      const int exponent =
+          largest > kLarge ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+      factor[r] = __int_as_float((127 - exponent) << 23);
+      base[r] += exponent;
+      sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t pair = ptx::pack<true>(factor[j % 2], factor[j % 2]);
+        probabilities[i][j] = ptx::mul_bf16x2(probabilities[i][j], pair);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // Maxima seldom change after the first blocks.
+  // Bases seldom change after the first blocks.
   __device__ void rescale() {
     if (!__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) return;
 #pragma unroll
@@ -192,29 +266,37 @@ struct RowState {
     }
   }
 
-  // masked: some of the tile's keys are hidden from some of its rows, so that 0 * NaN may have
-  // reached rows that must not see it. They are computed again, each by itself.
+  // Stores the rows.
+  //
+  // fast: `exponentials` made them, and what is not finite may have overflowed; such rows are not
+  // stored, and true is returned. When the tile comes again, carefully, they alone are stored.
+  // Otherwise, if some of the tile's keys are hidden from some of its rows (masked), 0 * NaN may
+  // have reached rows that must not see it: those are computed again, each by itself.
   template <class T, class Out>
-  __device__ void finish(const PrefillParams& p, const PrefillTile& tile, const ThreadRows& mine,
-                         const RowScales& scales, bool masked) {
+  __device__ bool finish(const PrefillParams& p, const PrefillTile& tile, const ThreadRows& mine,
+                         const RowScales& scales, bool masked, bool fast) {
     const int lane = mine.lane;
-    bool again[2] = {false, false};
+    bool again[2] = {false, false}, failed[2] = {false, false};
     int64_t place[2];  // of the row in out
     bool real[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = tile.token_begin + mine.token[r];
-      const int head = tile.kv_head * p.group + mine.row + 8 * r - mine.token[r] * p.group;
-      real[r] = mine.token[r] < p.tile_tokens && token < tile.seqlen_q;
-      const int64_t at = int64_t{tile.first_query} + token;
+      const int head = mine.head(p, tile, r);
+      real[r] = mine.exists(p, tile, r);
+      const int64_t at = int64_t{tile.first_query} + tile.token_begin + mine.token[r];
+      float* lse = p.lse + tile.sequence * p.lse_outer + head * p.lse_head + at;
+      if (tile.careful) {
+        uint32_t earlier = 0;
+        if (real[r] && lane % 4 == 0) earlier = __float_as_uint(__ldcg(lse));
+        real[r] = __shfl_sync(~0u, earlier, lane & ~3) == kFailedLse;
+      }
       place[r] = tile.sequence * p.out_strides.outer + at * p.out_strides.token +
                  head * p.out_strides.head;
       const float total = quad_sum(sum[r]);
       const bool empty = total == 0.f;
-      const float base = maximum[r] * scales.log2[r] - scales.shift;
       float denominator = total;
       if (p.sinks != nullptr && real[r]) {
-        denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - base);
+        denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - base[r]);
       }
       const float factor = empty ? 0.f : scales.value / denominator;
       float probe = 0.f;  // NaN if an element is NaN or infinite
@@ -227,10 +309,13 @@ struct RowState {
           probe = fmaf(x, 0.f, probe);
         }
       }
-      again[r] = masked && real[r] && probe != 0.f;
+      const bool finite = probe == 0.f && total < INFINITY;
+      again[r] = !fast && masked && real[r] && !finite;
+      failed[r] = (__ballot_sync(~0u, fast && real[r] && !finite) >> (lane & ~3) & 15) != 0;
       if (real[r] && lane % 4 == 0) {
-        p.lse[tile.sequence * p.lse_outer + head * p.lse_head + at] =
-            empty ? -INFINITY : base * 0.6931471805599453f + logf(total);
+        *lse = failed[r] ? __uint_as_float(kFailedLse)
+               : empty   ? -INFINITY
+                         : base[r] * 0.6931471805599453f + logf(total);
       }
     }
     Out* out = static_cast<Out*>(p.out);
@@ -245,7 +330,7 @@ struct RowState {
         }
         quad_transpose(x);  // eight columns in a row: one store of 16 bytes
         const int column = 8 * (j + lane % 4);
-        if (real[r] && column < p.value_dim) {
+        if (real[r] && !failed[r] && column < p.value_dim) {
           *reinterpret_cast<uint4*>(out + place[r] + column) = make_uint4(x[0], x[1], x[2], x[3]);
         }
       }
@@ -259,6 +344,7 @@ struct RowState {
         if (rows & 15) isolated_row<T, Out>(p, tile, mine.row - lane / 4 + i + 8 * r, lane);
       }
     }
+    return __any_sync(~0u, failed[0] || failed[1]);
   }
 };
 

@@ -37,18 +37,13 @@ __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-// Where the images of a sequence's values begin: each has whole blocks of its own.
-template <int kN>
-__device__ inline int64_t first_value_image(const PrefillParams& p, const PrefillTile& tile) {
-  if (p.cu_seqlens_k == nullptr) return int64_t{tile.sequence} * ((p.seqlen_k + kN - 1) / kN);
-  return tile.first_key / kN + tile.sequence;
-}
-
 // The tile of an index, by which blocks take them: first their own number, then the next one that
 // nobody has. Sequences and heads come in sections whose keys and values fit the L2 cache together,
 // and in a section the tiles that see most keys come first, so that blocks end together. Run by a
 // whole warp.
 __device__ inline void find_tile(const PrefillParams& p, int64_t index, PrefillTile* tile) {
+  tile->index = static_cast<int32_t>(index);
+  tile->careful = false;
   tile->valid = false;
   if (p.cu_seqlens_q == nullptr) {
     if (index >= p.num_tiles) return;

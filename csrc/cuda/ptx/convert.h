@@ -23,16 +23,10 @@ __device__ inline uint32_t pack(float first, float second) {
   return pair;
 }
 
-// Four e4m3 numbers, rounded to nearest; what is too large becomes the largest, 448.
-__device__ inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
-  uint32_t four;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}\n"
-      : "=r"(four)
-      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-  return four;
+__device__ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.bf16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 }
 
 __device__ inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {

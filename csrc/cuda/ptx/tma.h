@@ -25,16 +25,6 @@ __device__ inline void tma_load(void* target, const CUtensorMap* map, Mbarrier* 
       : "memory");
 }
 
-// `bytes` in a row, a multiple of 16; both ends are aligned to 16 bytes.
-__device__ inline void bulk_load(void* target, const void* source, uint32_t bytes,
-                                 Mbarrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(shared_address(target)),
-      "l"(reinterpret_cast<uint64_t>(source)), "r"(bytes), "r"(shared_address(&barrier->state))
-      : "memory");
-}
-
 // Orders this thread's earlier accesses of shared memory before later ones by TMA and wgmma.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

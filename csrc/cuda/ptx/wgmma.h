@@ -2,8 +2,7 @@
 // elements.
 //
 // A comes from shared memory or registers, B from shared memory. Operands in shared memory are
-// named by descriptors; but for bricks they have the 128-byte swizzle that TMA writes. Registers of
-// D and A must not be touched between the instruction and the wait for it.
+// named by descriptors and have the 128-byte swizzle that TMA writes. Registers of D and A must not be touched between the instruction and the wait for it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,14 +47,6 @@ __device__ inline uint64_t mn_major_descriptor(uint32_t shared_address, uint32_t
   return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (uint64_t{next_columns >> 4} << 16) |
          descriptor_start(shared_address);
 }
-// K-major without a swizzle: bricks of 8 rows times 16 bytes, 128 bytes in a row. `next_rows` bytes
-// on are the next 8 rows, `next_columns` bytes on the next 16 bytes of each.
-__device__ inline uint64_t brick_descriptor(uint32_t shared_address, uint32_t next_rows,
-                                            uint32_t next_columns) {
-  return (uint64_t{next_rows >> 4} << 32) | (uint64_t{next_columns >> 4} << 16) |
-         descriptor_start(shared_address);
-}
-
 template <class T, int kN>
 struct Wgmma;
 
@@ -107,8 +98,6 @@ struct Wgmma;
 #define FI_OPERANDS_80 FI_D32(0), FI_D8(32)
 #define FI_OPERANDS_128 FI_D32(0), FI_D32(32)
 #define FI_OPERANDS_176 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72), FI_D8(80)
-#define FI_OPERANDS_160 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72)
-#define FI_OPERANDS_192 FI_D32(0), FI_D32(32), FI_D32(64)
 #define FI_OPERANDS_256 FI_D32(0), FI_D32(32), FI_D32(64), FI_D32(96)
 
 // I0.. are the numbers of the operands after D: N / 2 and on. B is K-major, or MN-major.
@@ -145,34 +134,22 @@ FI_WGMMA_16BIT(128, 64, 65, 66, 67, 68, 69)
 FI_WGMMA_16BIT(176, 88, 89, 90, 91, 92, 93)
 FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
 
-// e4m3; both operands are K-major.
-#define FI_WGMMA_E4M3(N, I0, I1, I2, I3, I4, I5)                                             \
-  template <>                                                                                \
-  struct Wgmma<__nv_fp8_e4m3, N> {                                                           \
-    static __device__ void shared_k_major(float (&d)[N / 2], uint64_t a, uint64_t b,         \
-                                          int accumulate) {                                  \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                  \
-                   ", 0;\n"                                                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
-                   " {" FI_NAMES_##N "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n"                  \
-                   : FI_OPERANDS_##N                                                         \
-                   : "l"(a), "l"(b), "r"(accumulate));                                       \
-    }                                                                                        \
-    static __device__ void registers_k_major(float (&d)[N / 2], const uint32_t (&a)[4],      \
-                                             uint64_t b, int accumulate) {                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                  \
-                   ", 0;\n"                                                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
-                   " {" FI_NAMES_##N "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4    \
-                                     ", p, 1, 1;\n}\n"                                       \
-                   : FI_OPERANDS_##N                                                         \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
-    }                                                                                        \
+// e4m3, whose operands are K-major.
+#define FI_WGMMA_E4M3(N, I0, I1, I2)                                                 \
+  template <>                                                                        \
+  struct Wgmma<__nv_fp8_e4m3, N> {                                                   \
+    static __device__ void shared_k_major(float (&d)[N / 2], uint64_t a, uint64_t b, \
+                                          int accumulate) {                          \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                          \
+                   ", 0;\n"                                                          \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"        \
+                   " {" FI_NAMES_##N "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n"          \
+                   : FI_OPERANDS_##N                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate));                               \
+    }                                                                                \
   };
 
-FI_WGMMA_E4M3(64, 32, 33, 34, 35, 36, 37)
-FI_WGMMA_E4M3(128, 64, 65, 66, 67, 68, 69)
-FI_WGMMA_E4M3(160, 80, 81, 82, 83, 84, 85)
-FI_WGMMA_E4M3(192, 96, 97, 98, 99, 100, 101)
+FI_WGMMA_E4M3(128, 64, 65, 66)
+FI_WGMMA_E4M3(176, 88, 89, 90)
 
 }  // namespace fastinfer::cuda::ptx
