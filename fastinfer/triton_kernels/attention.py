@@ -163,7 +163,9 @@ def _run_planned(p: _Problem, plan: Tensor | None, workspace: Tensor | None) -> 
     """Persistent programs over the plan's items, then the merging of what it cut."""
     device = device_of(p.q.get_device())
     tiles = choose_tiles(p.max_seqlen_q, p.group, p.batch_invariant)
-    max_partial = 0 if p.batch_invariant else partial_rows(p.total_q, p.max_seqlen_k)
+    # A given plan is not read here: it may have been made for other options, and cut sequences.
+    never_cut = p.batch_invariant and plan is None
+    max_partial = 0 if never_cut else partial_rows(p.total_q, p.max_seqlen_k)
     assert p.cu_seqlens_q is not None and p.seq_lens is not None
     if plan is None:
         rows = plan_rows(p.num_sequences, p.total_q, p.group, p.max_seqlen_k)

@@ -89,12 +89,13 @@ def test_lengths_may_change_under_the_same_buffers(backend: Backend) -> None:
 
 
 STALE: dict[str, Any] = {
-    "lengths": lambda t, s, o: t[1].copy_(torch.tensor([900, 31])),
-    "counts": lambda t, s, o: t[0].copy_(torch.tensor([0, 2, 4])),
-    "heads": lambda t, s, o: s.update(num_heads=8),
-    "kv_heads": lambda t, s, o: s.update(num_kv_heads=4),
-    "max_seqlen_k": lambda t, s, o: s.update(max_seqlen_k=4000),
-    "max_seqlen_q": lambda t, s, o: s.update(max_seqlen_q=4),
+    "lengths": lambda t, s: t[1].copy_(torch.tensor([900, 31])),
+    "counts": lambda t, s: t[0].copy_(torch.tensor([0, 2, 4])),
+    "heads": lambda t, s: s.update(num_heads=8),
+    "kv_heads": lambda t, s: s.update(num_kv_heads=4),
+    "max_seqlen_k": lambda t, s: s.update(max_seqlen_k=4000),
+    "max_seqlen_q": lambda t, s: s.update(max_seqlen_q=4),
+    "batch_invariant": lambda t, s: s.update(batch_invariant=True),
 }
 
 
@@ -104,8 +105,8 @@ def test_a_plan_for_another_problem_is_refused(backend: Backend, case: str) -> N
         pytest.skip("the plan is read on the device, unchecked")
     args, _, maxima = step(backend, [1, 3], [1500, 30], torch.float32)
     tensors, sizes = plan_arguments(args, maxima)
-    tensors, options = [x.clone() for x in tensors], {}
-    STALE[case](tensors, sizes, options)
+    tensors = [x.clone() for x in tensors]
+    STALE[case](tensors, sizes)
     plan = backend.ops.plan_attention(*tensors, **sizes)
     with pytest.raises(ValueError, match=r"paged_attention.*plan"):
         backend.ops.paged_attention(*args, **maxima, plan=plan)
@@ -158,6 +159,16 @@ def test_a_plan_serves_every_layer_and_cache_format(backend: Backend) -> None:
         given = {**maxima, **pool.scales}
         planned = backend.ops.paged_attention(*args, **given, plan=plan)
         assert_same_results(planned, backend.ops.paged_attention(*args, **given))
+
+
+def test_a_plan_that_cuts_sequences_writes_where_it_may(backend: Backend) -> None:
+    """Also where the call asks for batch_invariant and would need no room for pieces."""
+    if backend.reads_contents:
+        pytest.skip("refused: the plan is for other options")
+    args, _, maxima = step(backend, [1, 1], [1500, 700], torch.float32)
+    tensors, sizes = plan_arguments(args, maxima)
+    plan = backend.ops.plan_attention(*tensors, **sizes)
+    check(backend.ops.paged_attention(*args, **maxima, plan=plan, batch_invariant=True), args, maxima)
 
 
 # ------------------------------------------------------------------------------------- workspace

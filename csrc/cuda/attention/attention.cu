@@ -24,9 +24,9 @@ void launch_prefill(const AttentionProblem& p, const Tensor& q, int32_t device,
   const Tensor scratch = torch::stable::new_empty(q, {prefill_scratch_words(p)}, ScalarType::Int);
   const Tensor values =
       torch::stable::new_empty(q, {prefill_value_elements(p)}, ScalarType::BFloat16);
-  run_prefill(p, {num_sms(p.op, device), static_cast<uint32_t*>(scratch.data_ptr()),
-                  values.data_ptr(), current_stream(p.op, device),
-                  static_cast<int32_t>(narrow_rows)});
+  run_prefill(p,
+              {num_sms(p.op, device), static_cast<uint32_t*>(scratch.data_ptr()), values.data_ptr(),
+               current_stream(p.op, device), static_cast<int32_t>(narrow_rows)});
 }
 
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -104,7 +104,9 @@ void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int6
 void run_narrow(const AttentionProblem& p, const Tensor& q, const std::optional<Tensor>& plan,
                 const std::optional<Tensor>& workspace, int32_t device) {
   const cudaStream_t stream = current_stream(p.op, device);
-  const int64_t partial_rows = p.batch_invariant ? 0 : plan_partial_rows(p.total_q, p.max_seqlen_k);
+  // A given plan is not read here: it may have been made for other options, and cut sequences.
+  const bool never_cut = p.batch_invariant && !plan.has_value();
+  const int64_t partial_rows = never_cut ? 0 : plan_partial_rows(p.total_q, p.max_seqlen_k);
   const int64_t rows =
       plan_rows(p.num_sequences, p.total_q, p.num_heads, p.num_kv_heads, p.max_seqlen_k);
   const Tensor plan_tensor =

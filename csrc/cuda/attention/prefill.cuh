@@ -43,9 +43,7 @@ __global__ __launch_bounds__(Traits::kThreads,
       shared.k_empty[i].init(kConsumerWarps);
       shared.v_empty[i].init(kConsumerWarps);
     }
-    if constexpr (Traits::kFast) {
-      for (int32_t& failed : shared.failed) failed = 0;
-    }
+    for (int32_t& failed : shared.failed) failed = 0;
     fence_mbarrier_init();
   }
   __syncthreads();

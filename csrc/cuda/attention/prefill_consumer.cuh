@@ -43,7 +43,8 @@ __device__ inline void clear_values(typename Traits::Value* v, int first, int ba
   for (int i = first * 8 + threadIdx.x % 128; i < Traits::kN * 8; i += 128) {
 #pragma unroll
     for (int slab = 0; slab < Traits::kValueDim / Traits::kValueSlab; ++slab) {
-      *reinterpret_cast<uint4*>(v + slab * Traits::kN * Traits::kValueSlab + i * 8) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(v + slab * Traits::kN * Traits::kValueSlab + i * 8) =
+          make_uint4(0, 0, 0, 0);
     }
   }
   fence_async_proxy();
@@ -78,7 +79,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
     // Read again where it is needed: registers are scarce.
     const PrefillTile& tile = shared.tiles[slot.index];
     if (!uniform(tile.valid)) {
-      if (!Traits::kFast || drained) break;
+      if (drained) break;
       // The producer sees which tiles failed, and sends them again, or the end.
       drained = true;
       if (signals) shared.q_empty[query.index].arrive();
@@ -94,7 +95,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
     [[maybe_unused]] bool unusual = false;
     if constexpr (Traits::kFp8) unusual = rows.read_scales(p, tile, mine, &scales);
 
-    const bool may_be_fast = Traits::kFast && !uniform(tile.careful);
+    const bool may_be_fast = !uniform(tile.careful);
     auto& q_empty = shared.q_empty[query.index];
     if (blocks.begin >= blocks.end) {
       if (signals) q_empty.arrive();
@@ -140,7 +141,8 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
         wgmma_fence();
         multiply_q_k<Element, kN, kM, kHeadDim>(s, q, k_first + stage.index * kKeyStep);
         wgmma_commit();
-        multiply_p_v<Value, kN, kValueDim>(rows.o, probabilities, v_first + value_stage * kValueStep);
+        multiply_p_v<Value, kN, kValueDim>(rows.o, probabilities,
+                                           v_first + value_stage * kValueStep);
         wgmma_commit();
         named_barrier_arrive(next_turn, 256);
         wgmma_wait<1>();
@@ -163,7 +165,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
           wait_for_p_v();
           rows.template exponentials<kN / 4, kN / 2>(s, scales);
           pack_probabilities<Value, kN>(s, probabilities);
-          rows.recenter(probabilities);
+          if constexpr (Traits::kRecenters) rows.recenter(probabilities);
         } else {
           rows.template softmax<kN>(s, scales);
           wait_for_p_v();
@@ -183,9 +185,9 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       stage.next();
     }
     const bool masked = blocks.begin < blocks.full_begin || blocks.end > blocks.full_end;
-    const bool failed = rows.template finish<Element, typename Traits::Out>(
-        p, tile, mine, scales, masked, may_be_fast);
-    if (Traits::kFast && failed && signals) shared.failed[slot.index] = 1;
+    const bool failed = rows.template finish<Element, typename Traits::Out>(p, tile, mine, scales,
+                                                                            masked, may_be_fast);
+    if (failed && signals) shared.failed[slot.index] = 1;
   }
   // The turn that nobody takes: every arrival needs its match before the block ends.
   if (group_index == 0) named_barrier_sync(my_turn, 256);

@@ -38,7 +38,7 @@ struct Producer {
     auto& q_full = shared.q_full[query.index];
     shared.q_empty[query.index].wait(query.phase ^ 1);
     if (leader) {
-      if constexpr (Traits::kFast) collect(slot.index);
+      collect(slot.index);
       shared.tiles[slot.index] = tile;
       if (!tile.valid) q_full.arrive();
     }
@@ -120,7 +120,7 @@ struct Producer {
       if (!tile.valid) break;
       index = int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0);
     }
-    if constexpr (Traits::kFast) run_failed();
+    run_failed();
   }
 
   // Once more, carefully, the tiles that failed.

@@ -213,8 +213,9 @@ struct RowState {
     return __all_sync(~0u, base[0] != -INFINITY && base[1] != -INFINITY);
   }
 
-  // Scores kFrom to kTo of a thread become probabilities relative to the base that there is, without
-  // looking for a higher one: the sums of bf16 have exponents to spare. See recenter and finish.
+  // Scores kFrom to kTo of a thread become probabilities relative to the base that there is,
+  // without looking for a higher one: 16-bit numbers have exponents to spare, and what overflows is
+  // found in the end. See recenter and finish.
   template <int kFrom, int kTo, int kCount>
   __device__ void exponentials(float (&s)[kCount], const RowScales& scales) {
     float total[2][2] = {};
@@ -228,8 +229,8 @@ struct RowState {
     for (int r = 0; r < 2; ++r) sum[r] += total[r][0] + total[r][1];
   }
 
-  // Where sums have grown large, by a power of 2, the base becomes higher by it: exactly. Of probabilities
-  // in bf16 that are not in o yet.
+  // Where sums have grown large, by a power of 2, the base becomes higher by it: exactly. Of
+  // probabilities in bf16 that are not in o yet.
   template <int kSteps>
   __device__ void recenter(uint32_t (&probabilities)[kSteps][4]) {
     constexpr float kLarge = 1099511627776.f;  // 2^40
@@ -238,8 +239,7 @@ struct RowState {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float largest = quad_max(sum[r]);
-      const int exponent =
-          largest > kLarge ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+      const int exponent = largest > kLarge ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
       factor[r] = __int_as_float((127 - exponent) << 23);
       base[r] += exponent;
       sum[r] *= factor[r];

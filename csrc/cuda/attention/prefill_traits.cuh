@@ -28,8 +28,9 @@ struct PrefillTraits {
   static constexpr bool kSoftcap = kSoftcap_;
   // e4m3 queries and keys have scales, and their values have been converted to bf16.
   static constexpr bool kFp8 = std::is_same_v<Element, __nv_fp8_e4m3>;
-  // Probabilities above 1 do no harm in bf16, so the highest score need not be known exactly.
-  static constexpr bool kFast = std::is_same_v<Value, __nv_bfloat16>;
+  // Whether sums may be brought back by powers of 2 (prefill_rows.cuh): in fp16 what is small
+  // would lose digits.
+  static constexpr bool kRecenters = std::is_same_v<Value, __nv_bfloat16>;
   static constexpr int kStages = 2;
   static constexpr int kQueryStages = kQueryStages_;  // 2: the next tile's Q is there in time
   static constexpr int kConsumers = kM / 64;

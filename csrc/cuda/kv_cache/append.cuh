@@ -1,4 +1,4 @@
-// New keys and values written into pages, copied or quantized: a few threads a row, each with 16 of
+// New keys and values written into pages, copied or quantized: a few threads a row, each with 32 of
 // its elements. Raw pointers only; checks and launch live in append_paged_kv_cache.cu.
 #pragma once
 
@@ -26,10 +26,11 @@ struct AppendParams {
 
 constexpr int kAppendThreads = 256;
 // Rows of a thread, whose loads are in flight together.
-constexpr int kAppendRows = 2;
+constexpr int kAppendRows = 1;
 
-// Elements of a row that one thread holds: an int8 or fp8 store is then 16 bytes.
-constexpr int kAppendElements = 16;
+// Elements of a row that one thread holds, so that what a row costs beside them is shared by many.
+constexpr int kAppendElements = 32;
+constexpr int kCodesOfStore = 16;
 
 template <class T>
 __global__ void __launch_bounds__(kAppendThreads)
@@ -105,7 +106,13 @@ __global__ void __launch_bounds__(kAppendThreads)
         quantize<PageFormat::kFp8, kVectors>(x[r], scale, largest, words);
       }
       uint8_t* to = static_cast<uint8_t*>(pages.cache) + element + lane * kAppendElements;
-      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+      for (int i = 0; i < kAppendElements / kCodesOfStore; ++i) {
+        if (first_vector + i * kCodesOfStore / Vec::kSize < side.vectors) {
+          *reinterpret_cast<uint4*>(to + i * kCodesOfStore) =
+              make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+        }
+      }
     }
   }
 }

@@ -17,7 +17,7 @@ bool side_supported(const AppendSide& side, ScalarType dtype) {
   const int64_t size = element_size(dtype);
   const bool copied = side.cache_dtype == dtype;
   return aligned_to(16, side.x, size, {side.x_token_stride, side.x_head_stride, side.dim}) &&
-         pages_aligned(side, copied ? 16 / size : kAppendElements);
+         pages_aligned(side, copied ? 16 / size : kCodesOfStore);
 }
 
 // The kernels are compiled for sm_90a, which runs on compute capability 9.0 alone.

@@ -1,0 +1,110 @@
+"""Scores that grow from the last keys to the first, which kernels meet in that order.
+
+A kernel may keep sums relative to a score that is not the highest. Far above it probabilities
+overflow, in fp16 sooner than in bf16, and whole tiles of rows are computed once more: with the same
+accuracy, and without a change of the rows beside.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import Backend
+from tests.helpers import HALF_DTYPES, assert_bit_equal, dtype_name
+from tests.ops.test_attention import check, qkv
+
+by_dtype = pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+
+
+def raise_scores(q: Tensor, k: Tensor, keys: slice, by: float | Tensor) -> None:
+    """Adds `by` to the scores, after scaling, that all queries have with these keys; in place."""
+    head_dim = q.shape[-1]
+    direction = torch.nn.functional.normalize(torch.randn(head_dim, device=q.device), dim=0)
+    along = (q.float() @ direction)[..., None]
+    q += ((head_dim**0.5 - along) * direction).to(q.dtype)
+    k -= ((k.float() @ direction)[..., None] * direction).to(k.dtype)
+    k[:, keys] += (by * direction).to(k.dtype)
+
+
+def sizes(backend: Backend) -> tuple[int, int]:
+    """Queries and keys: several blocks of keys on a GPU."""
+    return (5, 90) if backend.interpreted else (70, 400)
+
+
+@by_dtype
+@pytest.mark.parametrize("by", [6.0, 15.0, 60.0, 100.0, 1000.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_at_the_first_keys(
+    backend: Backend, dtype: torch.dtype, by: float, head_dim: int, causal: bool
+) -> None:
+    q, k, v = qkv(dtype, *sizes(backend), head_dim=head_dim, device=backend.device)
+    raise_scores(q, k, slice(0, 3), by)
+    ours = backend.ops.flash_attention(q, k, v, causal=causal)
+    check("flash_attention", ours, [q, k, v], {"causal": causal})
+
+
+@by_dtype
+@pytest.mark.parametrize("highest", [40.0, 400.0])
+def test_scores_that_grow_steadily(backend: Backend, dtype: torch.dtype, highest: float) -> None:
+    sq, sk = sizes(backend)
+    q, k, v = qkv(dtype, sq, sk, head_dim=128, device=backend.device)
+    growing = torch.linspace(highest, 0, sk, device=backend.device)[:, None, None]
+    raise_scores(q, k, slice(None), growing)
+    check("flash_attention", backend.ops.flash_attention(q, k, v), [q, k, v], {})
+
+
+@pytest.mark.parametrize("by", [0.0, 60.0])
+def test_values_near_the_largest_number(backend: Backend, by: float) -> None:
+    """A weighted mean of them is a number, though a sum before it is divided may be none."""
+    q, k, v = qkv(torch.bfloat16, *sizes(backend), head_dim=64, device=backend.device)
+    raise_scores(q, k, slice(0, 3), by)
+    v *= 2.0**118
+    out, lse = backend.ops.flash_attention(q, k, v)
+    check("flash_attention", (out * 2.0**-118, lse), [q, k, v * 2.0**-118], {})
+
+
+@by_dtype
+def test_long_keys(backend: Backend, dtype: torch.dtype) -> None:
+    """Blocks of keys are larger over many."""
+    sk = 150 if backend.interpreted else 2500
+    q, k, v = qkv(dtype, 5, sk, heads=8, head_dim=128, device=backend.device)
+    q = q.repeat(1, 1 if backend.interpreted else 40, 1, 1).contiguous()
+    raise_scores(q, k, slice(0, 2), 30.0)
+    check("flash_attention", backend.ops.flash_attention(q, k, v), [q, k, v], {})
+
+
+@by_dtype
+@pytest.mark.parametrize("what", ["sink", "nan_query", "nan_value"])
+def test_rows_beside_keep_their_bits(backend: Backend, dtype: torch.dtype, what: str) -> None:
+    """Some rows overflow, or are NaN; the others have the bits that they have without those.
+
+    Where a hidden value is NaN, or in Triton's kernel, they may be computed in another order.
+    """
+    sq, sk = sizes(backend)
+    q, k, v = qkv(dtype, sq, sk, batch=1, head_dim=64, device=backend.device)
+    raise_scores(q, k, slice(0, 0), 0.0)
+    spoiled = slice(2, 4)
+    first = sk - sq + spoiled.start  # the last key that the first spoiled query sees
+    clean = backend.ops.flash_attention(q, k, v, causal=True)
+    if what == "sink":
+        q[:, spoiled] *= -1000.0  # only the spoiled rows' scores become large
+    elif what == "nan_query":
+        q[:, spoiled] = math.nan
+    else:
+        v[:, first] = math.nan
+        spoiled = slice(spoiled.start, None)
+    out, lse = backend.ops.flash_attention(q, k, v, causal=True)
+    if what != "sink":
+        assert out[:, spoiled].isnan().all()
+    kept = [row for row in range(sq) if row not in range(sq)[spoiled]]
+    pairs = (out[:, kept], clean[0][:, kept]), (lse[:, :, kept], clean[1][:, :, kept])
+    for actual, wanted in pairs:
+        if what == "nan_value" or backend.name == "triton":
+            torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=5e-3)
+        else:
+            assert_bit_equal(actual, wanted)
