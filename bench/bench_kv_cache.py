@@ -1,5 +1,6 @@
 """append_paged_kv_cache_ against an indexed assignment, eager and compiled; qk_norm_rope_append_
-against the ops that it fuses, one after the other.
+against the ops that it fuses, one after the other. Beside both, on a GPU, a plain copy that moves
+as many bytes: at these sizes it does not reach the bandwidth of a large one either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,22 @@ HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 TOKENS = {"cpu": [1, 64, 2048], "cuda": [1, 64, 8192]}
 
 
+def copied(bytes_moved, device):
+    """What `plain_copy` takes, to be added to a case's inputs."""
+    if device.type == "cpu":
+        return ()
+    return tuple(torch.zeros(bytes_moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
+
+
+def plain_copy(*inputs):
+    inputs[-1].copy_(inputs[-2])
+
+
+def with_copy(candidates, device):
+    """The peers of a case, and on a GPU the copy."""
+    return candidates if device.type == "cpu" else {**candidates, "plain copy": plain_copy}
+
+
 def pytest_generate_tests(metafunc):
     metafunc.parametrize("tokens", TOKENS[metafunc.config.getoption("--bench-device")])
 
@@ -33,6 +50,7 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
     computed = torch.float32 if suite.device.type == "cpu" else torch.bfloat16
     source = computed if quantized else storage
     num_blocks = 2 * max(1, tokens // BLOCK_SIZE) + 1
+    bytes_moved = 2 * tokens * HEADS * HEAD_DIM * (source.itemsize + storage.itemsize)
 
     def make():
         k, v = (
@@ -46,12 +64,12 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
             if quantized
             else [None, None]
         )
-        return k, v, *caches, slots, *scales
+        return k, v, *caches, slots, *scales, *copied(bytes_moved, suite.device)
 
-    def run(k, v, k_cache, v_cache, slots, k_scale, v_scale):
+    def run(k, v, k_cache, v_cache, slots, k_scale, v_scale, *_copied):
         ops.append_paged_kv_cache_(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
-    def eager(k, v, k_cache, v_cache, slots, k_scale, v_scale):
+    def eager(k, v, k_cache, v_cache, slots, k_scale, v_scale, *_copied):
         block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             if scale is not None:
@@ -70,8 +88,8 @@ def test_append_paged_kv_cache_(record, suite, dtype, tokens):
             name=f"append_paged_kv_cache_/{dtype}/{tokens}x{HEADS}x{HEAD_DIM}/b{BLOCK_SIZE}",
             make=make,
             run=run,
-            peers=peers(eager, suite.device),
-            bytes_moved=2 * tokens * HEADS * HEAD_DIM * (source.itemsize + storage.itemsize),
+            peers=with_copy(peers(eager, suite.device), suite.device),
+            bytes_moved=bytes_moved,
         )
     )
 
@@ -91,6 +109,10 @@ def test_qk_norm_rope_append_(record, suite, dtype, norm, tokens):
     inv_freq = 1.0 / 1e4 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
     cos_sin = ops.rotary_cos_sin(inv_freq, POSITIONS).to(suite.device)
     weight = torch.ones(HEAD_DIM, device=suite.device, dtype=source) if norm else None
+    kv = 2 * HEADS * HEAD_DIM
+    bytes_moved = tokens * (
+        2 * sizes[0] * source.itemsize + kv * (source.itemsize + storage.itemsize)
+    )
 
     def make():
         qkv = torch.randn(tokens, sum(sizes), device=suite.device).to(source)
@@ -102,15 +124,17 @@ def test_qk_norm_rope_append_(record, suite, dtype, norm, tokens):
         scales = [
             torch.ones(shape[:3], device=suite.device) if quantized else None for _ in range(2)
         ]
-        return qkv, q, *caches, slots, positions, *scales
+        return (
+            qkv, q, *caches, slots, positions, *scales, *copied(bytes_moved, suite.device)
+        )  # fmt: skip
 
-    def run(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale):
+    def run(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale, *_copied):
         ops.qk_norm_rope_append_(
             qkv, q, k_cache, v_cache, slots, positions=positions, cos_sin=cos_sin,
             q_weight=weight, k_weight=weight, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
-    def separate(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale):
+    def separate(qkv, q, k_cache, v_cache, slots, positions, k_scale, v_scale, *_copied):
         q, k, v = (x.unflatten(1, (-1, HEAD_DIM)) for x in qkv.split(sizes, dim=1))
         if weight is not None:
             ops.rms_norm(q, weight, out=q)
@@ -118,15 +142,13 @@ def test_qk_norm_rope_append_(record, suite, dtype, norm, tokens):
         ops.rotary_embedding_(q, k, positions, cos_sin)
         ops.append_paged_kv_cache_(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
-    kv = 2 * HEADS * HEAD_DIM
     record(
         Case(
             name=f"qk_norm_rope_append_/{dtype}{'-norm' if norm else ''}"
             f"/{tokens}x{QUERY_HEADS}-{HEADS}x{HEAD_DIM}/b{BLOCK_SIZE}",
             make=make,
             run=run,
-            peers={"separate ops": separate},
-            bytes_moved=tokens
-            * (2 * sizes[0] * source.itemsize + kv * (source.itemsize + storage.itemsize)),
+            peers=with_copy({"separate ops": separate}, suite.device),
+            bytes_moved=bytes_moved,
         )
     )

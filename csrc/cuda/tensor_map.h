@@ -19,8 +19,8 @@ struct MappedTensor {
 // Fails with what the driver says if it refuses the map.
 CUtensorMap make_tensor_map(const char* op, ScalarType dtype, const MappedTensor& tensor);
 
-// Whether strides (of elements of so many bytes) and the address suit TMA and accesses of 16 bytes. A
-// dimension of stride 0 is none that TMA knows.
+// Whether strides (of elements of so many bytes) and the address suit TMA and accesses of 16 bytes.
+// A dimension of stride 0 is none that TMA knows.
 inline bool suits_tma(const void* data, int64_t element_bytes,
                       std::initializer_list<std::pair<int64_t, int64_t>> sizes_and_strides) {
   bool ok = reinterpret_cast<uintptr_t>(data) % 16 == 0;

@@ -168,7 +168,9 @@ def test_a_plan_that_cuts_sequences_writes_where_it_may(backend: Backend) -> Non
     args, _, maxima = step(backend, [1, 1], [1500, 700], torch.float32)
     tensors, sizes = plan_arguments(args, maxima)
     plan = backend.ops.plan_attention(*tensors, **sizes)
-    check(backend.ops.paged_attention(*args, **maxima, plan=plan, batch_invariant=True), args, maxima)
+    check(
+        backend.ops.paged_attention(*args, **maxima, plan=plan, batch_invariant=True), args, maxima
+    )
 
 
 # ------------------------------------------------------------------------------------- workspace

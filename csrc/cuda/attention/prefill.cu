@@ -31,8 +31,8 @@ constexpr PrefillKernel kKernels[] = {
 
 const PrefillKernel* choose_kernel(const AttentionProblem& p) {
   for (const PrefillKernel& kernel : kKernels) {
-    if (kernel.fp8 == (p.dtype == ScalarType::Float8_e4m3fn) && p.head_dim <= kernel.head_dim && p.value_dim <= kernel.value_dim &&
-        (p.softcap == 0.f || kernel.softcap)) {
+    if (kernel.fp8 == (p.dtype == ScalarType::Float8_e4m3fn) && p.head_dim <= kernel.head_dim &&
+        p.value_dim <= kernel.value_dim && (p.softcap == 0.f || kernel.softcap)) {
       return &kernel;
     }
   }

@@ -10,8 +10,8 @@ namespace fastinfer::cuda {
 // Whether the kernel takes the problem; from shapes, strides, alignment and options alone.
 bool prefill_supports(const AttentionProblem& p, int num_sms);
 
-// Tiles of so many rows that a problem has; of a ragged one, an upper bound: each sequence ends with
-// a partial tile.
+// Tiles of so many rows that a problem has; of a ragged one, an upper bound: each sequence ends
+// with a partial tile.
 inline int64_t prefill_tiles(const AttentionProblem& p, int64_t tile_rows) {
   const int64_t tokens = tile_rows / (p.num_heads / p.num_kv_heads);
   const int64_t tiles = p.layout == AttentionLayout::kDense

@@ -122,7 +122,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       if (signals) shared.k_empty[stage.index].arrive();
       scale_and_mask(block);
       rows.template softmax<kN>(s, scales);
-      bool fast = may_be_fast && rows.all_started();
+      bool fast = may_be_fast && rows.all_started(p, tile, mine, block * kN);
       shared.v_full[stage.index].wait(stage.phase);
       // Keys beyond a dense tensor's end arrive as zeros.
       if (p.cu_seqlens_q != nullptr && blocks.end * kN > uniform(tile.seqlen_k)) {
@@ -171,7 +171,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
           wait_for_p_v();
           rows.rescale();
           pack_probabilities<Value, kN>(s, probabilities);
-          fast = may_be_fast && rows.all_started();
+          fast = may_be_fast && rows.all_started(p, tile, mine, block * kN);
         }
       }
       if (signals) q_empty.arrive();

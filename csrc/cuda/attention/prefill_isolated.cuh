@@ -115,7 +115,7 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
   float denominator = sum;
   if (p.sinks != nullptr) denominator += exp2f(p.sinks[head] * 1.4426950408889634f - maximum);
   Out* out = static_cast<Out*>(p.out) + tile.sequence * p.out_strides.outer +
-           query * p.out_strides.token + head * p.out_strides.head;
+             query * p.out_strides.token + head * p.out_strides.head;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const int column = lane + 32 * i;

@@ -97,12 +97,13 @@ void launch_prefill(const AttentionProblem& a, const AttentionKv& values,
                             {1, kv.strides.token, kv.strides.head, kv.strides.outer},
                             {slab, Traits::kN, 1, 1}});
   };
-  const CUtensorMap q_map = make_tensor_map(
-      a.op, a.dtype,
-      {a.q,
-       {a.head_dim, a.num_heads, queries, outer},
-       {1, a.q_strides.head, a.q_strides.token, a.q_strides.outer},
-       {Traits::kKeySlab, static_cast<uint32_t>(p.group), static_cast<uint32_t>(p.tile_tokens), 1}});
+  const CUtensorMap q_map =
+      make_tensor_map(a.op, a.dtype,
+                      {a.q,
+                       {a.head_dim, a.num_heads, queries, outer},
+                       {1, a.q_strides.head, a.q_strides.token, a.q_strides.outer},
+                       {Traits::kKeySlab, static_cast<uint32_t>(p.group),
+                        static_cast<uint32_t>(p.tile_tokens), 1}});
   const CUtensorMap k_map = key_map(a.k, a.head_dim, Traits::kKeySlab);
   const CUtensorMap v_map = key_map(values, a.value_dim, Traits::kValueSlab);
 

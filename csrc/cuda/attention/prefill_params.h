@@ -26,7 +26,7 @@ struct PrefillParams {
   const int32_t* seq_lens;      // [B], or null: not paged
   const int32_t* block_table;   // [B, max_blocks], or null
   int64_t table_sequence, table_block;
-  const float* sinks;  // [H] or null
+  const float* sinks;                        // [H] or null
   const float *q_scale, *k_scale, *v_scale;  // of e4m3: [H], [Hk] and [Hk], or null: 1
 
   int32_t num_sequences;

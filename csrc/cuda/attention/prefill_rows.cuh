@@ -187,9 +187,7 @@ struct RowState {
       for (int j = 1; j < kN / 8; ++j) {
         highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       }
-      const float block_base = quad_max(highest) * scales.log2[r];
-      // A row of NaN has started, too.
-      const float now = base[r] >= block_base ? base[r] : block_base;
+      const float now = fmaxf(base[r], quad_max(highest) * scales.log2[r]);
       // A row that has seen nothing keeps -inf; taking it from -inf would be NaN.
       const float finite = now == -INFINITY ? 0.f : now;
       alpha[r] = ptx::exp2(base[r] - finite);
@@ -208,9 +206,17 @@ struct RowState {
     }
   }
 
-  // Whether all rows of the warp have seen a key.
-  __device__ bool all_started() const {
-    return __all_sync(~0u, base[0] != -INFINITY && base[1] != -INFINITY);
+  // Whether all rows of the warp have seen a key, once the keys from `first` on have been met: so
+  // that what follows does not depend on what other rows' scores hold.
+  __device__ static bool all_started(const PrefillParams& p, const PrefillTile& tile,
+                                     const ThreadRows& mine, int32_t first) {
+    bool started = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange seen = seen_keys(p, tile, tile.token_begin + mine.token[r]);
+      started = started && (seen.end > max(seen.begin, first) || !mine.exists(p, tile, r));
+    }
+    return __all_sync(~0u, started);
   }
 
   // Scores kFrom to kTo of a thread become probabilities relative to the base that there is,

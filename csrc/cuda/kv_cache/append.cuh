@@ -24,10 +24,7 @@ struct AppendParams {
   Divider block_size;
 };
 
-constexpr int kAppendThreads = 256;
-// Rows of a thread, whose loads are in flight together.
-constexpr int kAppendRows = 1;
-
+constexpr int kAppendThreads = 128;
 // Elements of a row that one thread holds, so that what a row costs beside them is shared by many.
 constexpr int kAppendElements = 32;
 constexpr int kCodesOfStore = 16;
@@ -41,78 +38,66 @@ __global__ void __launch_bounds__(kAppendThreads)
   const PageSide& pages = side.pages;
   const int lanes = 1 << side.lanes_log2;
   const int lane = threadIdx.x & (lanes - 1);
-  const int step = kAppendThreads >> side.lanes_log2;
   const bool copied = pages.format == PageFormat::kElements;
   // Copied rows are read and written by neighbouring threads at neighbouring vectors; in quantized
-  // ones a thread's vectors are neighbours, so that their codes are one store.
+  // ones a thread's vectors are neighbours, so that their codes are few stores.
   const int first_vector = copied ? lane : lane * kVectors;
   const int vector_step = copied ? lanes : 1;
+  const auto held = [&](int i) { return first_vector + i * vector_step < side.vectors; };
 
-  Vec x[kAppendRows][kVectors];
-  int64_t slot[kAppendRows];
-  int32_t head[kAppendRows];
-  const int64_t first_row =
-      static_cast<int64_t>(blockIdx.x) * step * kAppendRows + (threadIdx.x >> side.lanes_log2);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (kAppendThreads >> side.lanes_log2) +
+                        (threadIdx.x >> side.lanes_log2);
+  const bool inside = index < p.rows;
+  const int32_t row = inside ? static_cast<int32_t>(index) : 0;
+  const int32_t token = p.heads.quotient(row);
+  const int32_t head = row - token * p.heads.divisor;
+  const int64_t slot = inside ? p.slot_mapping[token] : -1;
+  const T* from = static_cast<const T*>(side.x) + token * side.x_token_stride +
+                  head * side.x_head_stride + first_vector * Vec::kSize;
+  Vec x[kVectors];
 #pragma unroll
-  for (int r = 0; r < kAppendRows; ++r) {
-    const bool inside = first_row + r * step < p.rows;
-    const int32_t row = inside ? static_cast<int32_t>(first_row) + r * step : 0;
-    const int32_t token = p.heads.quotient(row);
-    head[r] = row - token * p.heads.divisor;
-    slot[r] = inside ? p.slot_mapping[token] : -1;
-    const T* from = static_cast<const T*>(side.x) + token * side.x_token_stride +
-                    head[r] * side.x_head_stride + first_vector * Vec::kSize;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const bool held = inside && first_vector + i * vector_step < side.vectors;
-      x[r][i] = held ? load_pack(from + i * vector_step * Vec::kSize) : Vec{};
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = inside && held(i) ? load_pack(from + i * vector_step * Vec::kSize) : Vec{};
   }
 
+  // Every thread of the warp goes on: rows without a slot take part in the exchange.
+  const bool kept = slot >= 0 && slot < p.capacity;
+  const int32_t kept_slot = kept ? static_cast<int32_t>(slot) : 0;
+  const int32_t block = p.block_size.quotient(kept_slot);
+  const int32_t offset = kept_slot - block * p.block_size.divisor;
+  const int64_t element = element_at(pages, block, offset, head);
+  if (copied) {
+    T* to = static_cast<T*>(pages.cache) + element + first_vector * Vec::kSize;
 #pragma unroll
-  for (int r = 0; r < kAppendRows; ++r) {
-    // Every thread of the warp comes here: rows without a slot take part in the exchange.
-    const bool kept = slot[r] >= 0 && slot[r] < p.capacity;
-    const int32_t kept_slot = kept ? static_cast<int32_t>(slot[r]) : 0;
-    const int32_t block = p.block_size.quotient(kept_slot);
-    const int32_t offset = kept_slot - block * p.block_size.divisor;
-    const int64_t element = element_at(pages, block, offset, head[r]);
-    if (copied) {
-      T* to = static_cast<T*>(pages.cache) + element + first_vector * Vec::kSize;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (kept && first_vector + i * vector_step < side.vectors) {
-          store_pack(to + i * vector_step * Vec::kSize, x[r][i]);
-        }
-      }
-      continue;
+    for (int i = 0; i < kVectors; ++i) {
+      if (kept && held(i)) store_pack(to + i * vector_step * Vec::kSize, x[i]);
     }
-    uint32_t largest = 0;
+    return;
+  }
+  uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) largest = max(largest, largest_magnitude(x[r][i]));
-    float scale;
-    if (pages.scale_is_dynamic) {
-      largest = largest_of_lanes(largest, lanes);
-      scale = dynamic_scale(largest, pages.format);
-      if (kept && lane == 0) *scale_at(pages, block, offset, head[r]) = scale;
-    } else {
-      scale = *scale_at(pages, block, offset, head[r]);
-    }
-    if (kept && first_vector < side.vectors) {
-      uint32_t words[kAppendElements / 4];
-      if (pages.format == PageFormat::kInt8) {
-        quantize<PageFormat::kInt8, kVectors>(x[r], scale, largest, words);
-      } else {
-        quantize<PageFormat::kFp8, kVectors>(x[r], scale, largest, words);
-      }
-      uint8_t* to = static_cast<uint8_t*>(pages.cache) + element + lane * kAppendElements;
+  for (int i = 0; i < kVectors; ++i) largest = max(largest, largest_magnitude(x[i]));
+  float scale;
+  if (pages.scale_is_dynamic) {
+    largest = largest_of_lanes(largest, lanes);
+    scale = dynamic_scale(largest, pages.format);
+    if (kept && lane == 0) *scale_at(pages, block, offset, head) = scale;
+  } else {
+    scale = *scale_at(pages, block, offset, head);
+  }
+  if (!kept || !held(0)) return;
+  uint32_t words[kAppendElements / 4];
+  if (pages.format == PageFormat::kInt8) {
+    quantize<PageFormat::kInt8, kVectors>(x, scale, largest, words);
+  } else {
+    quantize<PageFormat::kFp8, kVectors>(x, scale, largest, words);
+  }
+  uint8_t* to = static_cast<uint8_t*>(pages.cache) + element + lane * kAppendElements;
 #pragma unroll
-      for (int i = 0; i < kAppendElements / kCodesOfStore; ++i) {
-        if (first_vector + i * kCodesOfStore / Vec::kSize < side.vectors) {
-          *reinterpret_cast<uint4*>(to + i * kCodesOfStore) =
-              make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-        }
-      }
+  for (int i = 0; i < kAppendElements / kCodesOfStore; ++i) {
+    if (held(i * kCodesOfStore / Vec::kSize)) {
+      *reinterpret_cast<uint4*>(to + i * kCodesOfStore) =
+          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
     }
   }
 }

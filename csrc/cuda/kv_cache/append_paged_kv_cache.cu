@@ -47,7 +47,7 @@ void launch(const AppendProblem& p, cudaStream_t stream) {
                             Divider(static_cast<int32_t>(p.heads)),
                             Divider(static_cast<int32_t>(p.block_size))};
   const int lanes_log2 = std::max(params.sides[0].lanes_log2, params.sides[1].lanes_log2);
-  const int rows_of_block = (kAppendThreads >> lanes_log2) * kAppendRows;
+  const int rows_of_block = kAppendThreads >> lanes_log2;
   const unsigned blocks = (static_cast<unsigned>(params.rows) + rows_of_block - 1) / rows_of_block;
   append_kernel<T><<<dim3(blocks, 2), kAppendThreads, 0, stream>>>(params);
   FI_CUDA_CHECK(cudaGetLastError(), kOp);

@@ -2,7 +2,8 @@
 // elements.
 //
 // A comes from shared memory or registers, B from shared memory. Operands in shared memory are
-// named by descriptors and have the 128-byte swizzle that TMA writes. Registers of D and A must not be touched between the instruction and the wait for it.
+// named by descriptors and have the 128-byte swizzle that TMA writes. Registers of D and A must not
+// be touched between the instruction and the wait for it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -142,7 +143,8 @@ FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
                                           int accumulate) {                          \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                          \
                    ", 0;\n"                                                          \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N                            \
+                   "k32.f32.e4m3.e4m3"                                               \
                    " {" FI_NAMES_##N "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n"          \
                    : FI_OPERANDS_##N                                                 \
                    : "l"(a), "l"(b), "r"(accumulate));                               \
