@@ -29,8 +29,8 @@ times the scale of its head, `q_scale[h]`, `k_scale[hk]` or `v_scale[hk]` (None:
 
     s_ij  = scale * (q_scale q_i) . (k_scale k_j),  and v_scale v_j takes the place of v_j.
 
-The result is bf16 or fp16. A backend may round exp(s_ij - largest s_ij) to e4m3 before it weighs
-values with it, as tensor cores of that format need; the CPU and Triton do not.
+The result is bf16 or fp16. Weights are not rounded to e4m3; on Hopper they are to bf16, as those
+of bf16 queries.
 
 Errors are ValueError and name the op, the argument, what was expected and what came. None of the
 ops has a derivative: tensors that require grad are refused while grad mode is on.
@@ -41,8 +41,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
-from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
+import fastinfer._library
+import fastinfer.ops._attention_fakes  # noqa: F401  (registers them)
+from fastinfer.ops._attention_sizes import (
+    PLAN_COLUMNS,
+    attention_outputs,
+    attention_plan_size,
+    paged_attention_workspace_size,
+)
+from fastinfer.ops._common import refuse_grad
 
 _ops = torch.ops.fastinfer
 _flash_attention_out = _ops.flash_attention.out
@@ -51,51 +58,15 @@ _paged_attention_out = _ops.paged_attention.out
 _plan_attention_out = _ops.plan_attention.out
 _merge_attention_states_out = _ops.merge_attention_states.out
 
-Size = int | torch.SymInt
-
-# The constants of csrc/checks/attention_plan.h.
-_PLAN_COLUMNS = 8
-_PLAN_HEADER_ROWS = 2
-_PLAN_MIN_TILE_ROWS = 16
-_PLAN_MIN_SPLIT = 256
-_PLAN_MAX_PARTIAL_ROWS = 1024
-
-
-def _plan_partial_rows(total_q: Size, max_seqlen_k: Size) -> Size:
-    splits = (max_seqlen_k + _PLAN_MIN_SPLIT - 1) // _PLAN_MIN_SPLIT
-    return torch.sym_min(_PLAN_MAX_PARTIAL_ROWS, total_q * splits)
-
-
-def attention_plan_size(
-    num_sequences: Size,
-    total_q: Size,
-    num_heads: Size,
-    num_kv_heads: Size,
-    max_seqlen_k: Size,
-) -> Size:
-    """Rows of a plan tensor [rows, 8]: a function of shapes and declared maxima, never of lengths.
-
-    The arguments are those of `plan_attention`, num_sequences being the length of seq_lens.
-    """
-    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:  # type: ignore[operator]
-        raise ValueError(
-            "fastinfer::plan_attention: num_heads, num_kv_heads: expected num_heads to be a "
-            f"multiple of num_kv_heads, both >= 1, got {num_heads} and {num_kv_heads}"
-        )
-    tile_tokens = torch.sym_max(1, _PLAN_MIN_TILE_ROWS // (num_heads // num_kv_heads))
-    tiles = total_q // tile_tokens + num_sequences
-    return _PLAN_HEADER_ROWS + tiles + _plan_partial_rows(total_q, max_seqlen_k)
-
-
-def paged_attention_workspace_size(
-    total_q: Size, num_heads: Size, value_dim: Size, max_seqlen_k: Size
-) -> Size:
-    """Elements of a `workspace` that is large enough for any lengths within these sizes.
-
-    total_q and num_heads are those of q [total_q, num_heads, head_dim], value_dim is v_cache's last
-    dimension, and max_seqlen_k is as declared.
-    """
-    return _plan_partial_rows(total_q, max_seqlen_k) * num_heads * (value_dim + 1)
+__all__ = [
+    "attention_plan_size",
+    "flash_attention",
+    "flash_attention_varlen",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_workspace_size",
+    "plan_attention",
+]
 
 
 def flash_attention(
@@ -150,7 +121,7 @@ def flash_attention(
         "flash_attention", q=q, k=k, v=v, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale,
     )  # fmt: skip
-    out, lse = _outputs("flash_attention", q, "v", v, True, out, lse)
+    out, lse = attention_outputs("flash_attention", q, "v", v, True, out, lse)
     _flash_attention_out(
         q, k, v, scale=scale, causal=causal, window_left=window_left, window_right=window_right,
         softcap=softcap, sinks=sinks, tree_mask=tree_mask, q_scale=q_scale, k_scale=k_scale,
@@ -211,7 +182,7 @@ def flash_attention_varlen(
         "flash_attention_varlen", q=q, k=k, v=v, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale,
     )  # fmt: skip
-    out, lse = _outputs("flash_attention_varlen", q, "v", v, False, out, lse)
+    out, lse = attention_outputs("flash_attention_varlen", q, "v", v, False, out, lse)
     _flash_attention_varlen_out(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         scale=scale, causal=causal, window_left=window_left, window_right=window_right,
@@ -288,7 +259,7 @@ def paged_attention(
         "paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, k_scale=k_scale,
         v_scale=v_scale,
     )  # fmt: skip
-    out, lse = _outputs("paged_attention", q, "v_cache", v_cache, False, out, lse)
+    out, lse = attention_outputs("paged_attention", q, "v_cache", v_cache, False, out, lse)
     _paged_attention_out(
         q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, window_left=window_left,
@@ -340,7 +311,7 @@ def plan_attention(
         rows = attention_plan_size(
             seq_lens.shape[0], total_q, num_heads, num_kv_heads, max_seqlen_k
         )
-        out = seq_lens.new_empty((rows, _PLAN_COLUMNS), dtype=torch.int32)
+        out = seq_lens.new_empty((rows, PLAN_COLUMNS), dtype=torch.int32)
     _plan_attention_out(
         cu_seqlens_q, seq_lens, total_q=total_q, num_heads=num_heads, num_kv_heads=num_kv_heads,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
@@ -388,252 +359,3 @@ def merge_attention_states(
     lse = lses.new_empty(lses.shape[1:]) if lse is None else lse
     _merge_attention_states_out(outs, lses, sinks=sinks, out=out, lse=lse)
     return out, lse
-
-
-# ---- outputs and fake implementations
-
-
-def _output_shapes(
-    op: str, q: Tensor, v_name: str, v: Tensor, dense: bool
-) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-    """Shapes of out and lse; `v` holds the values. Ranks only: the op checks the rest."""
-    rank = 4 if dense else 3
-    if q.dim() != rank:
-        raise ValueError(
-            f"fastinfer::{op}: q: expected {rank} dimensions, got shape {tuple(q.shape)}"
-        )
-    if v.dim() == 0:
-        raise ValueError(f"fastinfer::{op}: {v_name}: expected at least 1 dimension, got a scalar")
-    if dense:
-        batch, seqlen, heads, _ = q.shape
-        return (batch, seqlen, heads, v.shape[-1]), (batch, heads, seqlen)
-    total, heads, _ = q.shape
-    return (total, heads, v.shape[-1]), (heads, total)
-
-
-def _out_dtypes(q: Tensor) -> list[torch.dtype]:
-    """What `out` may be, the default first."""
-    return [torch.bfloat16, torch.float16] if q.dtype == torch.float8_e4m3fn else [q.dtype]
-
-
-def _outputs(
-    op: str, q: Tensor, v_name: str, v: Tensor, dense: bool, out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """out and lse, allocated where they are not given."""
-    if out is None or lse is None:
-        out_shape, lse_shape = _output_shapes(op, q, v_name, v, dense)
-        out = q.new_empty(out_shape, dtype=_out_dtypes(q)[0]) if out is None else out
-        lse = q.new_empty(lse_shape, dtype=torch.float32) if lse is None else lse
-    return out, lse
-
-
-def _fake_outputs(
-    op: str, q: Tensor, k: Tensor, v: Tensor, rank: int, v_name: str, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    check(op, q.is_floating_point(), f"q: expected a float dtype, got {q.dtype}")
-    out, lse = _outputs(op, q, v_name, v, rank == 4 and v_name == "v", None, None)
-    check(op, k.dim() == rank, f"k: expected {rank} dimensions, got shape {tuple(k.shape)}")
-    check(op, v.dim() == rank, f"v: expected {rank} dimensions, got shape {tuple(v.shape)}")
-    check(op, k.shape[-1] == q.shape[-1], f"k: expected head_dim {q.shape[-1]}, got {k.shape[-1]}")
-    if sinks is not None:
-        check_out(op, "sinks", sinks, (q.shape[-2],), torch.float32)
-    return out, lse
-
-
-def _one_device(op: str, options: dict[str, object], **tensors: Tensor | None) -> None:
-    """`check_devices` of the named tensors and of those among the options."""
-    more = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    check_devices(op, **tensors, **more)
-
-
-def _check_scales(op: str, options: dict[str, object], q: Tensor, k: Tensor) -> None:
-    """The scales among the options of an op without pages."""
-    for name, like in (("q_scale", q), ("k_scale", k), ("v_scale", k)):
-        scale = options.get(name)
-        if isinstance(scale, Tensor):
-            fits = q.dtype == torch.float8_e4m3fn
-            check(op, fits, f"{name}: expected no scale since q is {q.dtype}, got a tensor")
-            check_out(op, name, scale, (like.shape[-2],), torch.float32)
-
-
-def _check_outputs(
-    op: str, q: Tensor, expected: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
-) -> None:
-    allowed = _out_dtypes(q)
-    dtype = out.dtype if out.dtype in allowed else allowed[0]
-    check_out(op, "out", out, tuple(expected[0].shape), dtype)
-    check_out(op, "lse", lse, tuple(expected[1].shape), expected[1].dtype)
-
-
-@torch.library.register_fake("fastinfer::flash_attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_options: object
-) -> tuple[Tensor, Tensor]:
-    op = "flash_attention"
-    _one_device(op, _options, q=q, k=k, v=v, sinks=sinks)
-    result = _fake_outputs(op, q, k, v, 4, "v", sinks)
-    _check_scales(op, _options, q, k)
-    return result
-
-
-@torch.library.register_fake("fastinfer::flash_attention.out")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    out: Tensor,
-    lse: Tensor,
-    **_options: object,
-) -> None:
-    op = "flash_attention"
-    _one_device(op, _options, q=q, k=k, v=v, sinks=sinks, out=out, lse=lse)
-    _check_outputs(op, q, _fake_outputs(op, q, k, v, 4, "v", sinks), out, lse)
-    _check_scales(op, _options, q, k)
-
-
-@torch.library.register_fake("fastinfer::flash_attention_varlen")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    **_options: object,
-) -> tuple[Tensor, Tensor]:
-    op = "flash_attention_varlen"
-    _one_device(
-        op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        sinks=sinks,
-    )  # fmt: skip
-    result = _fake_outputs(op, q, k, v, 3, "v", sinks)
-    _check_scales(op, _options, q, k)
-    return result
-
-
-@torch.library.register_fake("fastinfer::flash_attention_varlen.out")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    out: Tensor,
-    lse: Tensor,
-    **_options: object,
-) -> None:
-    op = "flash_attention_varlen"
-    _one_device(
-        op, _options, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        sinks=sinks, out=out, lse=lse,
-    )  # fmt: skip
-    _check_outputs(op, q, _fake_outputs(op, q, k, v, 3, "v", sinks), out, lse)
-    _check_scales(op, _options, q, k)
-
-
-@torch.library.register_fake("fastinfer::paged_attention")
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    **_options: object,
-) -> tuple[Tensor, Tensor]:
-    op = "paged_attention"
-    _one_device(
-        op, _options, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, sinks=sinks,
-    )  # fmt: skip
-    return _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks)
-
-
-@torch.library.register_fake("fastinfer::paged_attention.out")
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    out: Tensor,
-    lse: Tensor,
-    **_options: object,
-) -> None:
-    op = "paged_attention"
-    _one_device(
-        op, _options, q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, sinks=sinks, out=out, lse=lse,
-    )  # fmt: skip
-    _check_outputs(op, q, _fake_outputs(op, q, k_cache, v_cache, 4, "v_cache", sinks), out, lse)
-
-
-def _plan_shape(
-    seq_lens: Tensor, total_q: Size, num_heads: Size, num_kv_heads: Size, max_seqlen_k: Size
-) -> tuple[Size, Size]:
-    op = "plan_attention"
-    check(op, seq_lens.dim() == 1, f"seq_lens: expected [batch], got {tuple(seq_lens.shape)}")
-    rows = attention_plan_size(seq_lens.shape[0], total_q, num_heads, num_kv_heads, max_seqlen_k)
-    return rows, _PLAN_COLUMNS
-
-
-@torch.library.register_fake("fastinfer::plan_attention")
-def _(
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    *,
-    total_q: Size,
-    num_heads: Size,
-    num_kv_heads: Size,
-    max_seqlen_q: Size,
-    max_seqlen_k: Size,
-    **_options: object,
-) -> Tensor:
-    check_devices("plan_attention", cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens)
-    shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
-    return seq_lens.new_empty(shape, dtype=torch.int32)
-
-
-@torch.library.register_fake("fastinfer::plan_attention.out")
-def _(
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    *,
-    total_q: Size,
-    num_heads: Size,
-    num_kv_heads: Size,
-    max_seqlen_q: Size,
-    max_seqlen_k: Size,
-    out: Tensor,
-    **_options: object,
-) -> None:
-    check_devices("plan_attention", cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, out=out)
-    shape = _plan_shape(seq_lens, total_q, num_heads, num_kv_heads, max_seqlen_k)
-    check_out("plan_attention", "out", out, shape, torch.int32)
-
-
-@torch.library.register_fake("fastinfer::merge_attention_states")
-def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    op = "merge_attention_states"
-    check_devices(op, outs=outs, lses=lses, sinks=sinks)
-    check(op, outs.dim() in (4, 5), f"outs: expected 4 or 5 dimensions, got {tuple(outs.shape)}")
-    check(op, lses.dim() == outs.dim() - 1, f"lses: expected {outs.dim() - 1} dimensions")
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-
-
-@torch.library.register_fake("fastinfer::merge_attention_states.out")
-def _(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, out: Tensor, lse: Tensor) -> None:
-    op = "merge_attention_states"
-    check_devices(op, outs=outs, lses=lses, sinks=sinks, out=out, lse=lse)
-    check_out(op, "out", out, tuple(outs.shape[1:]), outs.dtype)
-    check_out(op, "lse", lse, tuple(lses.shape[1:]), torch.float32)

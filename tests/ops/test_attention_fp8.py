@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import reference, reference_fp8
+from tests import reference
 from tests.conftest import Backend
 from tests.helpers import (
     HALF_DTYPES,
@@ -22,7 +22,8 @@ from tests.helpers import (
     random_tree_masks,
 )
 from tests.ops.test_attention import OPTIONS, RAGGED, prepared
-from tests.reference_fp8 import FP8, dequantize
+from tests.reference import fp8
+from tests.reference.fp8 import FP8, dequantize
 
 NAN_BYTE = 0x7F
 Scales = dict[str, Tensor | None]
@@ -76,7 +77,7 @@ def check(
     options = {name: o for name, o in options.items() if name != "batch_invariant"}
     out, lse = actual
     wanted, wanted_lse = reference.flash_attention(*inputs.dequantized(torch.float64), **options)
-    plain = reference_fp8.flash_attention(*inputs.dequantized(torch.float32), **options)
+    plain = fp8.flash_attention(*inputs.dequantized(torch.float32), **options)
     assert lse.dtype == torch.float32
     assert_accurate(out, wanted, plain.to(out.dtype), what="out, weights in e4m3")
     torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-3, atol=1e-3, equal_nan=True)

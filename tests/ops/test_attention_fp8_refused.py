@@ -8,7 +8,7 @@ import torch
 from tests.conftest import Backend
 from tests.helpers import assert_bit_equal
 from tests.ops.op_inputs import copied, make
-from tests.reference_fp8 import FP8
+from tests.reference.fp8 import FP8
 
 OPS = ["flash_attention", "flash_attention_varlen"]
 SCALES = ["q_scale", "k_scale", "v_scale"]

@@ -1,6 +1,6 @@
 """Attention of e4m3 queries, keys and values: what they stand for, and a yardstick for kernels.
 
-The reference of an e4m3 call is `tests.reference` on the dequantized tensors. The yardstick is what
+The reference of an e4m3 call is that of the dequantized tensors. The yardstick is what
 tensor cores of that format allow: weights exp(s - largest s) are rounded to e4m3 before they meet
 the values, and everything else is float32.
 """
@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from tests.reference import single_threaded, visible_keys, weighted_sum
+from tests.reference.attention import visible_keys, weighted_sum
+from tests.reference.threads import single_threaded
 
 FP8 = torch.float8_e4m3fn
 _WEIGHT_SCALE = 256.0  # the largest weight is 1, the largest power of 2 in e4m3 is 256
