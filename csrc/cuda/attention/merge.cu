@@ -7,7 +7,7 @@
 #include "../../functional.h"
 #include "../../portable/attention.h"
 #include "../../portable/portable.h"
-#include "../kv_cache/pages.h"
+#include "../indexing.h"
 #include "../runtime.h"
 #include "merge.cuh"
 

@@ -5,8 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../kv_cache/page_rows.cuh"
+#include "../indexing.h"
 #include "../ptx/convert.h"
+#include "../vectors.cuh"
 
 namespace fastinfer::cuda {
 

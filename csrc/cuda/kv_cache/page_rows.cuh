@@ -1,125 +1,17 @@
-// Rows on their way into pages: 16-byte vectors of elements, the place of a slot, and quantization
-// whose bits are those of an IEEE division. Shared by the kernels of this folder.
+// Rows on their way into pages: the place of a slot, and quantization whose bits are those of an
+// IEEE division. Shared by the kernels of this folder.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
-#include <type_traits>
+
+#include "../indexing.h"
+#include "../vectors.cuh"
 
 namespace fastinfer::cuda {
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-
 enum class PageFormat : int { kElements, kInt8, kFp8 };
-
-// ---- 16 bytes of a row
-
-// Kept in words: an array of 16-bit elements would be taken apart as soon as it is loaded, and
-// every load would wait for the one before.
-template <class T>
-struct alignas(16) Pack {
-  static constexpr int kSize = 16 / sizeof(T);
-  uint32_t words[4];
-};
-
-// In one instruction; `from` and `to` are aligned to 16 bytes.
-template <class T>
-__device__ inline Pack<T> load_pack(const T* from) {
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  return {words.x, words.y, words.z, words.w};
-}
-
-template <class T>
-__device__ inline void store_pack(T* to, const Pack<T>& pack) {
-  const uint32_t (&words)[4] = pack.words;
-  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// Two neighbouring elements in a word.
-template <class T>
-struct PairOf;
-template <>
-struct PairOf<__nv_bfloat16> {
-  using type = __nv_bfloat162;
-  __device__ static float2 to_floats(uint32_t word) {
-    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-  }
-  __device__ static type from_floats(float a, float b) { return __floats2bfloat162_rn(a, b); }
-};
-template <>
-struct PairOf<__half> {
-  using type = __half2;
-  __device__ static float2 to_floats(uint32_t word) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&word));
-  }
-  __device__ static type from_floats(float a, float b) { return __floats2half2_rn(a, b); }
-};
-
-template <class T>
-__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
-  return *reinterpret_cast<const typename PairOf<T>::type*>(&word);
-}
-
-template <class T>
-__device__ inline void unpack(const Pack<T>& pack, float (&values)[Pack<T>::kSize]) {
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if constexpr (std::is_same_v<T, float>) {
-      values[w] = __uint_as_float(pack.words[w]);
-    } else {
-      const float2 two = PairOf<T>::to_floats(pack.words[w]);
-      values[2 * w] = two.x, values[2 * w + 1] = two.y;
-    }
-  }
-}
-
-// Rounded to nearest even.
-template <class T>
-__device__ inline Pack<T> rounded(const float (&values)[Pack<T>::kSize]) {
-  Pack<T> pack;
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if constexpr (std::is_same_v<T, float>) {
-      pack.words[w] = __float_as_uint(values[w]);
-    } else {
-      const auto pair = PairOf<T>::from_floats(values[2 * w], values[2 * w + 1]);
-      pack.words[w] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-  }
-  return pack;
-}
-
-// The largest magnitude as the bits of a float, where NaN is above infinity: as unsigned integers
-// such bits keep their order, so maxima of them can be taken further.
-template <class T>
-__device__ inline uint32_t largest_magnitude(const Pack<T>& pack) {
-  if constexpr (std::is_same_v<T, float>) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (uint32_t word : pack.words) largest = max(largest, word & 0x7fffffffu);
-    return largest;
-  } else {
-    auto largest = __habs2(pair_of<T>(pack.words[0]));
-#pragma unroll
-    for (int w = 1; w < 4; ++w) {
-      largest = __hmax2_nan(largest, __habs2(pair_of<T>(pack.words[w])));
-    }
-    const float2 two = PairOf<T>::to_floats(*reinterpret_cast<const uint32_t*>(&largest));
-    return max(__float_as_uint(two.x), __float_as_uint(two.y));
-  }
-}
-
-// Over the `lanes` (a power of two) neighbouring threads that hold one row.
-__device__ inline uint32_t largest_of_lanes(uint32_t value, int lanes) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    if (mask < lanes) value = max(value, __shfl_xor_sync(kFullWarp, value, mask));
-  }
-  return value;
-}
 
 // ---- quantization
 
@@ -244,28 +136,6 @@ __device__ inline void quantize(const Pack<T>* x, float scale, uint32_t largest,
 }
 
 // ---- places
-
-// n / divisor by a multiplication, for n and divisor below 2^31.
-//
-// With 2^(l - 1) < d <= 2^l and m = ceil(2^(31 + l) / d), which is below 2^32, m d exceeds 2^(31 +
-// l) by e < 2^l; so n m / 2^(31 + l) exceeds n / d by n e / (d 2^(31 + l)) < 1 / d: the floor is
-// right.
-struct Divider {
-  uint32_t magic;
-  int shift;
-  int32_t divisor;
-
-  explicit Divider(int32_t d) : shift(31), divisor(d) {
-    while ((int64_t{1} << (shift - 31)) < d) ++shift;
-    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / d);
-  }
-
-#ifdef __CUDACC__
-  __device__ int32_t quotient(int32_t n) const {
-    return static_cast<int32_t>(uint64_t{static_cast<uint32_t>(n)} * magic >> shift);
-  }
-#endif
-};
 
 // The pages of K, or of V, and their scales. Strides are in elements.
 struct PageSide {
