@@ -93,6 +93,22 @@ def test_bits_do_not_depend_on_the_keys_of_the_next_sequence(
 
 
 @by_dtype
+def test_few_keys_beside_many(backend: Backend, dtype: torch.dtype) -> None:
+    """R31: how many keys a kernel takes at once may not depend on the longest sequence."""
+    counts, lengths = ([3, 2], [40, 90]) if backend.interpreted else ([70, 30], [1000, 3000])
+    args, maxima = ragged(dtype, counts, lengths, backend.device, heads=2, kv_heads=1, head_dim=128)
+    options = {"causal": True, "batch_invariant": True}
+    whole = backend.ops.flash_attention_varlen(*args, **maxima, **options)
+    alone = (args[0][: counts[0]], *(x[: lengths[0]] for x in args[1:3]))
+    part = backend.ops.flash_attention_varlen(
+        *alone, *(cumulative([n], backend.device) for n in (counts[0], lengths[0])),
+        max_seqlen_q=counts[0], max_seqlen_k=lengths[0], **options,
+    )  # fmt: skip
+    assert_bit_equal(part[0], whole[0][: counts[0]], "out")
+    assert_bit_equal(part[1], whole[1][:, : counts[0]].contiguous(), "lse")
+
+
+@by_dtype
 def test_a_short_sequence_beside_a_long_one(backend: Backend, dtype: torch.dtype) -> None:
     """R31: two queries are a small tile, alone and beside a sequence that takes large ones."""
     args, maxima = ragged(dtype, [33, 2], [33, 70], backend.device)

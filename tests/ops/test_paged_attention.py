@@ -468,6 +468,22 @@ def test_rows_do_not_depend_on_the_batch(
         assert_bit_equal(part[1], whole[1][:, rows].contiguous(), "lse")
 
 
+@pytest.mark.parametrize("storage", ["float", "int8"])
+def test_a_decoding_sequence_beside_a_long_chunk(backend: Backend, storage: str) -> None:
+    """R31: a chunk of many tokens may be another kernel's; the one token is not."""
+    counts, lengths = [1, 100], [300, 120]
+    args, pool, maxima = step(backend, counts, lengths, torch.bfloat16, **STORAGES[storage])
+    q, k_cache, v_cache, table, cu_q, seq_lens = args
+    options = {**pool.scales, "batch_invariant": True}
+    whole = backend.ops.paged_attention(*args, **maxima, **options)
+    part = backend.ops.paged_attention(
+        q[:1], k_cache, v_cache, table[:1], cu_q[:2], seq_lens[:1].contiguous(),
+        max_seqlen_q=1, max_seqlen_k=300, **options,
+    )  # fmt: skip
+    assert_bit_equal(part[0], whole[0][:1], "out")
+    assert_bit_equal(part[1], whole[1][:, :1].contiguous(), "lse")
+
+
 def test_result_does_not_depend_on_the_number_of_threads(backend: Backend) -> None:
     """R31: batch_invariant=True fixes the splits, whatever runs them."""
     args, _, maxima = step(backend, [1, 2], [2500, 900], torch.float32, heads=2, num_kv_heads=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Backend
-from tests.helpers import assert_bit_equal, cumulative, guarded
+from tests.helpers import assert_bit_equal, cumulative, dtype_name, guarded
 from tests.ops.test_paged_attention import assert_same_results, check, step
 
 
@@ -161,11 +161,14 @@ def test_a_plan_serves_every_layer_and_cache_format(backend: Backend) -> None:
         assert_same_results(planned, backend.ops.paged_attention(*args, **given))
 
 
-def test_a_plan_that_cuts_sequences_writes_where_it_may(backend: Backend) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_a_plan_that_cuts_sequences_writes_where_it_may(
+    backend: Backend, dtype: torch.dtype
+) -> None:
     """Also where the call asks for batch_invariant and would need no room for pieces."""
     if backend.reads_contents:
         pytest.skip("refused: the plan is for other options")
-    args, _, maxima = step(backend, [1, 1], [1500, 700], torch.float32)
+    args, _, maxima = step(backend, [1, 1], [1500, 700], dtype)
     tensors, sizes = plan_arguments(args, maxima)
     plan = backend.ops.plan_attention(*tensors, **sizes)
     check(

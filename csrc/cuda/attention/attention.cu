@@ -148,10 +148,11 @@ void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v
     if (plan.has_value()) check_plan_tensor(op, "plan", *plan, p, q_arg);
     check_workspace(workspace, p, q_arg);
     if (p.total_q == 0) return;
+    // With batch_invariant a step of narrow sequences goes where it would beside wide ones.
     const AttentionTiles tiles =
         choose_attention_tiles(p.max_seqlen_q, p.num_heads / p.num_kv_heads, p.batch_invariant);
     if (decode_supports(p) && (plan.has_value() || plan_supports(p)) &&
-        (tiles.wide == 0 || prefill_supports(p, num_sms(op, device)))) {
+        ((tiles.wide == 0 && !p.batch_invariant) || prefill_supports(p, num_sms(op, device)))) {
       const DeviceGuard guard(op, device);
       run_narrow(p, q, plan, workspace, device);
       // A plan may cut wide items as well. What merging them has made is overwritten here.

@@ -74,7 +74,7 @@ void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_row
                 int32_t device_index, cudaStream_t stream) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const AttentionTiles tiles = choose_attention_tiles(p.max_seqlen_q, group, p.batch_invariant);
-  const int64_t partial_rows = p.batch_invariant ? 0 : plan_partial_rows(p.total_q, p.max_seqlen_k);
+  const int64_t partial_rows = plan_partial_rows(p.total_q, p.max_seqlen_k);
   DecodeParams params{};
   params.q = static_cast<const uint16_t*>(p.q);
   params.out = static_cast<uint16_t*>(p.out);

@@ -1,4 +1,6 @@
 // Which prefill kernel takes a problem, if any.
+#include <limits>
+
 #include "../tensor_map.h"
 #include "prefill.h"
 
@@ -61,8 +63,9 @@ bool prefill_supports(const AttentionProblem& p, int num_sms) {
   if (kernel == nullptr || p.num_heads / p.num_kv_heads > kernel->tile_rows) return false;
   if (p.tree_mask != nullptr || !(p.scale > 0.f)) return false;
   // Positions, with windows added, are 32-bit numbers.
-  constexpr int64_t kLongest = 1 << 30;
+  constexpr int64_t kLongest = 1 << 29;
   if (p.max_seqlen_q > kLongest || p.max_seqlen_k > kLongest) return false;
+  if (prefill_tiles(p, kernel->tile_rows) > std::numeric_limits<int32_t>::max()) return false;
   const bool dense = p.layout == AttentionLayout::kDense;
   const bool paged = p.layout == AttentionLayout::kPaged;
   const int64_t queries = dense ? p.max_seqlen_q : p.total_q;

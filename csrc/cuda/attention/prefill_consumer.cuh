@@ -122,7 +122,13 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       if (signals) shared.k_empty[stage.index].arrive();
       scale_and_mask(block);
       rows.template softmax<kN>(s, scales);
-      bool fast = may_be_fast && rows.all_started(p, tile, mine, block * kN);
+      // Whether all rows have seen a key. It follows from positions, so that it does not depend on
+      // what other rows hold, and is the same in all warps of the group.
+      const auto all_started = [&](int block) {
+        const int32_t token = tile.token_begin + group_index * 64 / p.group;
+        return uniform(seen_keys(p, tile, token).end) > block * kN;
+      };
+      bool fast = may_be_fast && all_started(block);
       shared.v_full[stage.index].wait(stage.phase);
       // Keys beyond a dense tensor's end arrive as zeros.
       if (p.cu_seqlens_q != nullptr && blocks.end * kN > uniform(tile.seqlen_k)) {
@@ -171,7 +177,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
           wait_for_p_v();
           rows.rescale();
           pack_probabilities<Value, kN>(s, probabilities);
-          fast = may_be_fast && rows.all_started(p, tile, mine, block * kN);
+          fast = may_be_fast && all_started(block);
         }
       }
       if (signals) q_empty.arrive();

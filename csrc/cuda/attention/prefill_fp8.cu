@@ -65,9 +65,8 @@ AttentionKv convert_values(const AttentionProblem& a, const PrefillLaunch& launc
 
 template <class Out>
 void launch_with(const AttentionProblem& a, const PrefillLaunch& launch) {
-  constexpr int64_t kMany = 2048;  // see prefill_d128.cu
   const AttentionKv values = convert_values(a, launch);
-  if (a.max_seqlen_k > kMany) {
+  if (large_key_blocks(a)) {
     return launch_prefill<
         PrefillTraits<__nv_fp8_e4m3, __nv_bfloat16, Out, 128, 128, 128, 176, 2, false>>(a, values,
                                                                                         launch);

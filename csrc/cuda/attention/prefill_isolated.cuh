@@ -96,7 +96,7 @@ __device__ __noinline__ void isolated_row(const PrefillParams& p, const PrefillT
       score += as_float(q[d]) * as_float(key_row[d]);
     }
     for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-    score = p.cap_scale > 0.f ? p.softcap_log2 * tanhf(score * p.cap_scale) : score * factor;
+    score = p.softcap_log2 > 0.f ? p.softcap_log2 * tanhf(score * p.cap_scale) : score * factor;
     const float highest = fmaxf(maximum, score);
     const float base = highest == -INFINITY ? 0.f : highest;
     const float alpha = exp2f(maximum - base), weight = exp2f(score - base);

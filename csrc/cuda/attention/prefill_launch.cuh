@@ -14,6 +14,14 @@ namespace fastinfer::cuda {
 // Bytes of keys and values that the tiles in flight should share: half the L2 cache.
 constexpr int64_t kSectionBytes = 24 << 20;
 
+// Over many keys larger blocks win; over few their last one wastes more. How many a ragged batch
+// has depends on its longest sequence, and the size of blocks must not if bits may not.
+inline bool large_key_blocks(const AttentionProblem& a) {
+  constexpr int64_t kMany = 2048;
+  if (a.batch_invariant && a.layout == AttentionLayout::kRagged) return false;
+  return a.max_seqlen_k > kMany;
+}
+
 inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {
   constexpr int64_t kMaxWindow = 1 << 29;  // beyond any length, and sums with it stay in 32 bits
   constexpr double kLog2e = 1.4426950408889634;

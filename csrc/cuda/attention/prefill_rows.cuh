@@ -206,19 +206,6 @@ struct RowState {
     }
   }
 
-  // Whether all rows of the warp have seen a key, once the keys from `first` on have been met: so
-  // that what follows does not depend on what other rows' scores hold.
-  __device__ static bool all_started(const PrefillParams& p, const PrefillTile& tile,
-                                     const ThreadRows& mine, int32_t first) {
-    bool started = true;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const KeyRange seen = seen_keys(p, tile, tile.token_begin + mine.token[r]);
-      started = started && (seen.end > max(seen.begin, first) || !mine.exists(p, tile, r));
-    }
-    return __all_sync(~0u, started);
-  }
-
   // Scores kFrom to kTo of a thread become probabilities relative to the base that there is,
   // without looking for a higher one: 16-bit numbers have exponents to spare, and what overflows is
   // found in the end. See recenter and finish.
@@ -235,17 +222,18 @@ struct RowState {
     for (int r = 0; r < 2; ++r) sum[r] += total[r][0] + total[r][1];
   }
 
-  // Where sums have grown large, by a power of 2, the base becomes higher by it: exactly. Of
-  // probabilities in bf16 that are not in o yet.
+  // Where sums have grown large, the base becomes higher and they become smaller, by a power of 2.
+  // Of probabilities in bf16 that are not in o yet.
   template <int kSteps>
   __device__ void recenter(uint32_t (&probabilities)[kSteps][4]) {
     constexpr float kLarge = 1099511627776.f;  // 2^40
-    if (!__any_sync(~0u, sum[0] > kLarge || sum[1] > kLarge)) return;
+    const auto large = [](float x) { return x > kLarge && x < INFINITY; };
+    if (!__any_sync(~0u, large(sum[0]) || large(sum[1]))) return;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float largest = quad_max(sum[r]);
-      const int exponent = largest > kLarge ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+      const int exponent = large(largest) ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
       factor[r] = __int_as_float((127 - exponent) << 23);
       base[r] += exponent;
       sum[r] *= factor[r];
@@ -304,7 +292,8 @@ struct RowState {
       if (p.sinks != nullptr && real[r]) {
         denominator += ptx::exp2(p.sinks[head] * 1.4426950408889634f - base[r]);
       }
-      const float factor = empty ? 0.f : scales.value / denominator;
+      const float factor = empty ? 0.f : 1.f / denominator;
+      const float value_factor = empty ? 1.f : scales.value;
       float probe = 0.f;  // NaN if an element is NaN or infinite
 #pragma unroll
       for (int j = 0; j < kValueDim / 8; ++j) {
@@ -313,9 +302,10 @@ struct RowState {
           float& x = o[4 * j + 2 * r + e];
           x *= factor;
           probe = fmaf(x, 0.f, probe);
+          x *= value_factor;
         }
       }
-      const bool finite = probe == 0.f && total < INFINITY;
+      const bool finite = probe == 0.f && (fast ? denominator : total) < INFINITY;
       again[r] = !fast && masked && real[r] && !finite;
       failed[r] = (__ballot_sync(~0u, fast && real[r] && !finite) >> (lane & ~3) & 15) != 0;
       if (real[r] && lane % 4 == 0) {

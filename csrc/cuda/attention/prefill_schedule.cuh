@@ -72,7 +72,7 @@ __device__ inline void find_tile(const PrefillParams& p, int64_t index, PrefillT
       begin = p.cu_seqlens_q[sequence];
       count = p.cu_seqlens_q[sequence + 1] - begin;
     }
-    if (count * p.group <= p.narrow_rows) count = 0;
+    if (int64_t{count} * p.group <= p.narrow_rows) count = 0;
     int32_t tiles = (count + p.tile_tokens - 1) / p.tile_tokens * p.num_kv_heads;
     int32_t sum = tiles;
 #pragma unroll

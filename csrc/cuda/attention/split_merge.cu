@@ -8,7 +8,7 @@ namespace fastinfer::cuda {
 
 void run_split_merge(const AttentionProblem& p, const int32_t* plan, int64_t plan_rows,
                      const float* workspace, int32_t device_index, cudaStream_t stream) {
-  const int64_t partial_rows = p.batch_invariant ? 0 : plan_partial_rows(p.total_q, p.max_seqlen_k);
+  const int64_t partial_rows = plan_partial_rows(p.total_q, p.max_seqlen_k);
   if (partial_rows < 2) return;  // a tile that is cut leaves two rows at least
   const AttentionTiles tiles =
       choose_attention_tiles(p.max_seqlen_q, p.num_heads / p.num_kv_heads, p.batch_invariant);

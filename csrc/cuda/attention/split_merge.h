@@ -8,7 +8,7 @@
 namespace fastinfer::cuda {
 
 // Merges the unmerged results in the workspace into out and lse, on the current device, for bf16
-// and fp16. Nothing to do for a problem whose plan cuts nothing (batch_invariant).
+// and fp16.
 void run_split_merge(const AttentionProblem& p, const int32_t* plan, int64_t plan_rows,
                      const float* workspace, int32_t device_index, cudaStream_t stream);
 
