@@ -31,10 +31,13 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = empty((out_features, in_features), dtype, device)
         self.bias: nn.Parameter | None = empty((out_features,), dtype, device) if bias else None
         self._packed: Tensor | None = None
+        self._pair_single_rows = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
-            return _packed_linear(x, self._packed, self.bias, "none", [], "")
+            if self._pair_single_rows and x.shape[0] == 1:
+                return self._run_packed(torch.cat((x, x)))[:1]
+            return self._run_packed(x)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
@@ -53,6 +56,18 @@ class Linear(nn.Module):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.data, _PACK_ROWS)
         self.weight = None
+        # With AVX-512 and many inputs oneDNN sums a single row in an order of its own.
+        probe = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        self._pair_single_rows = not torch.equal(
+            self._run_packed(probe[:1]), self._run_packed(probe)[:1]
+        )
+
+    def _run_packed(self, x: Tensor) -> Tensor:
+        assert self._packed is not None
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            x, self._packed, self.bias, "none", [], ""
+        )
+        return out
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -72,12 +87,3 @@ def _can_pack(weight: Tensor) -> bool:
         and platform.machine() in ("x86_64", "AMD64")
         and torch._C._has_mkldnn
     )
-
-
-def _packed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, attr: str, scalars: list[float], algorithm: str
-) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        x, weight, bias, attr, scalars, algorithm
-    )
-    return out
