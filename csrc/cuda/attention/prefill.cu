@@ -46,10 +46,10 @@ const PrefillKernel* choose_kernel(const AttentionProblem& p) {
 bool should_split(const AttentionProblem& p, const PrefillKernel& kernel, int num_sms) {
   constexpr int64_t kShort = 512;
   if (p.batch_invariant || p.max_seqlen_k <= kShort) return false;
-  // One sequence at least: how many of a ragged batch are short is not known here.
-  AttentionProblem shape = p;
-  if (p.layout != AttentionLayout::kDense) shape.num_sequences = 1;
-  return 2 * prefill_tiles(shape, kernel.tile_rows) < num_sms;
+  int64_t tiles = prefill_tiles(p, kernel.tile_rows);
+  // Of a ragged batch that is the most there can be; with one sequence's partial tile, the least.
+  if (p.layout != AttentionLayout::kDense) tiles -= (p.num_sequences - 1) * p.num_kv_heads;
+  return 2 * tiles < num_sms;
 }
 
 }  // namespace

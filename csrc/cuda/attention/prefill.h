@@ -1,4 +1,5 @@
-// The prefill kernel for the ops that call it: long queries over 16-bit elements in any layout.
+// The prefill kernel for the ops that call it: long queries over 16-bit elements in any layout, or
+// over e4m3 without pages.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
-// A computing warpgroup of the prefill kernel. It overlaps the softmax of a block
-// with the product P V of the one before, and takes turns with the others, so that one's softmax
-// hides behind another's products.
+// A computing warpgroup of the prefill kernel. It overlaps the softmax of a block with the product
+// P V of the one before, and takes turns with the others, so that one's softmax hides behind
+// another's products.
 #pragma once
 
 #include <cstdint>

@@ -14,6 +14,9 @@ namespace fastinfer::cuda {
 
 using namespace ptx;
 
+// Named barriers: 1 and on are the consumers' turns, then one for each consumer alone.
+constexpr int kDrained = 8;
+
 // Element: of queries and keys. Value: of values and probabilities, 16 bits.
 template <class Element_, class Value_, class Out_, int kHeadDim_, int kValueDim_, int kM_, int kN_,
           int kQueryStages_, bool kSoftcap_>
@@ -44,13 +47,11 @@ struct PrefillTraits {
   static constexpr int kValueSlab = 128 / sizeof(Value);
 
   static_assert(kM % 64 == 0 && (kConsumers == 2 || kConsumers == 3));
+  static_assert(2 * kConsumers < kDrained, "each has two barriers");
   static_assert(kN % 16 == 0, "P's registers are A operands of 16 keys");
   static_assert(kHeadDim % kKeySlab == 0 && kValueDim % kValueSlab == 0);
   static_assert(kHeadDim <= 256 && kValueDim <= 256, "wgmma's largest N");
 };
-
-// Named barriers: 1 and on are the consumers' turns, then one for each consumer alone.
-constexpr int kDrained = 8;
 
 template <class Traits>
 struct PrefillShared {

@@ -48,6 +48,7 @@ __device__ inline uint64_t mn_major_descriptor(uint32_t shared_address, uint32_t
   return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (uint64_t{next_columns >> 4} << 16) |
          descriptor_start(shared_address);
 }
+
 template <class T, int kN>
 struct Wgmma;
 
@@ -70,22 +71,12 @@ struct Wgmma;
 #define FI_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define FI_NAMES_64 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3
 #define FI_NAMES_80 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4
-#define FI_NAMES_112                                                                   \
-  FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
-            ", " FI_REGS_6
 #define FI_NAMES_128                                                                   \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
             ", " FI_REGS_6 ", " FI_REGS_7
-#define FI_NAMES_160                                                                   \
-  FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
-            ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9
 #define FI_NAMES_176                                                                   \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
             ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10
-#define FI_NAMES_192                                                                    \
-  FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5  \
-            ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10 \
-            ", " FI_REGS_11
 #define FI_NAMES_256                                                                    \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5  \
             ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10 \
@@ -101,29 +92,34 @@ struct Wgmma;
 #define FI_OPERANDS_176 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72), FI_D8(80)
 #define FI_OPERANDS_256 FI_D32(0), FI_D32(32), FI_D32(64), FI_D32(96)
 
-// I0.. are the numbers of the operands after D: N / 2 and on. B is K-major, or MN-major.
-#define FI_WGMMA(T, TYPE, N, I0, I1, I2, I3, I4, I5)                                       \
-  template <>                                                                              \
-  struct Wgmma<T, N> {                                                                     \
-    static __device__ void shared_k_major(float (&d)[N / 2], uint64_t a, uint64_t b,       \
-                                          int accumulate) {                                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                \
-                   ", 0;\n"                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE         \
-                   " {" FI_NAMES_##N "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 0;\n}\n"          \
-                   : FI_OPERANDS_##N                                                       \
-                   : "l"(a), "l"(b), "r"(accumulate));                                     \
-    }                                                                                      \
-    static __device__ void registers_mn_major(float (&d)[N / 2], const uint32_t (&a)[4],   \
-                                              uint64_t b, int accumulate) {                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                \
-                   ", 0;\n"                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE         \
-                   " {" FI_NAMES_##N "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4  \
-                                     ", p, 1, 1, 1;\n}\n"                                  \
-                   : FI_OPERANDS_##N                                                       \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
-    }                                                                                      \
+// I0.. are the numbers of the operands after D: N / 2 and on. Both A and B are K-major; TRANSPOSED
+// says so where the instruction could be told otherwise.
+#define FI_SHARED_K_MAJOR(TYPE, K, TRANSPOSED, N, I0, I1, I2)                                     \
+  static __device__ void shared_k_major(float (&d)[N / 2], uint64_t a, uint64_t b,                \
+                                        int accumulate) {                                         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                         \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." TYPE "." TYPE " {" FI_NAMES_##N \
+                 "}, %" #I0 ", %" #I1 ", p, 1, 1" TRANSPOSED ";\n}\n"                             \
+                 : FI_OPERANDS_##N                                                                \
+                 : "l"(a), "l"(b), "r"(accumulate));                                              \
+  }
+// A from registers; B is MN-major, which 16-bit elements may be.
+#define FI_REGISTERS_MN_MAJOR(TYPE, N, I0, I1, I2, I3, I4, I5)                                     \
+  static __device__ void registers_mn_major(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, \
+                                            int accumulate) {                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                          \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FI_NAMES_##N \
+                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;\n}\n"         \
+                 : FI_OPERANDS_##N                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));           \
+  }
+#define FI_WGMMA(T, TYPE, N, I0, I1, I2, I3, I4, I5)        \
+  template <>                                               \
+  struct Wgmma<T, N> {                                      \
+    FI_SHARED_K_MAJOR(TYPE, "k16", ", 0, 0", N, I0, I1, I2) \
+    FI_REGISTERS_MN_MAJOR(TYPE, N, I0, I1, I2, I3, I4, I5)  \
   };
 #define FI_WGMMA_16BIT(N, I0, I1, I2, I3, I4, I5)            \
   FI_WGMMA(__nv_bfloat16, "bf16", N, I0, I1, I2, I3, I4, I5) \
@@ -135,20 +131,10 @@ FI_WGMMA_16BIT(128, 64, 65, 66, 67, 68, 69)
 FI_WGMMA_16BIT(176, 88, 89, 90, 91, 92, 93)
 FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
 
-// e4m3, whose operands are K-major.
-#define FI_WGMMA_E4M3(N, I0, I1, I2)                                                 \
-  template <>                                                                        \
-  struct Wgmma<__nv_fp8_e4m3, N> {                                                   \
-    static __device__ void shared_k_major(float (&d)[N / 2], uint64_t a, uint64_t b, \
-                                          int accumulate) {                          \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                          \
-                   ", 0;\n"                                                          \
-                   "wgmma.mma_async.sync.aligned.m64n" #N                            \
-                   "k32.f32.e4m3.e4m3"                                               \
-                   " {" FI_NAMES_##N "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n"          \
-                   : FI_OPERANDS_##N                                                 \
-                   : "l"(a), "l"(b), "r"(accumulate));                               \
-    }                                                                                \
+#define FI_WGMMA_E4M3(N, I0, I1, I2)                    \
+  template <>                                           \
+  struct Wgmma<__nv_fp8_e4m3, N> {                      \
+    FI_SHARED_K_MAJOR("e4m3", "k32", "", N, I0, I1, I2) \
   };
 
 FI_WGMMA_E4M3(128, 64, 65, 66)
