@@ -1,4 +1,4 @@
-"""Scores that grow from the last keys to the first, which kernels meet in that order.
+"""Scores that grow in the order in which a kernel meets the keys, from the first or from the last.
 
 A kernel may keep sums relative to a score that is not the highest. Far above it probabilities
 overflow, in fp16 sooner than in bf16, and whole tiles of rows are computed once more: with the same
@@ -48,21 +48,24 @@ def sizes(backend: Backend) -> tuple[int, int]:
 @pytest.mark.parametrize("by", [6.0, 15.0, 60.0, 100.0, 1000.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_sink_at_the_first_keys(
-    backend: Backend, dtype: torch.dtype, by: float, head_dim: int, causal: bool
+@pytest.mark.parametrize("keys", [slice(0, 3), slice(-3, None)], ids=["first", "last"])
+def test_a_few_keys_that_take_the_weight(
+    backend: Backend, dtype: torch.dtype, by: float, head_dim: int, causal: bool, keys: slice
 ) -> None:
     q, k, v = qkv(dtype, *sizes(backend), head_dim=head_dim, device=backend.device)
-    raise_scores(q, k, slice(0, 3), by)
+    raise_scores(q, k, keys, by)
     ours = backend.ops.flash_attention(q, k, v, causal=causal)
     check(ours, [q, k, v], causal=causal)
 
 
 @by_dtype
-@pytest.mark.parametrize("highest", [40.0, 400.0])
-def test_scores_that_grow_steadily(backend: Backend, dtype: torch.dtype, highest: float) -> None:
+@pytest.mark.parametrize("ends", [(40.0, 0.0), (400.0, 0.0), (0.0, 40.0), (0.0, 400.0)])
+def test_scores_that_grow_steadily(
+    backend: Backend, dtype: torch.dtype, ends: tuple[float, float]
+) -> None:
     sq, sk = sizes(backend)
     q, k, v = qkv(dtype, sq, sk, head_dim=128, device=backend.device)
-    growing = torch.linspace(highest, 0, sk, device=backend.device)[:, None, None]
+    growing = torch.linspace(*ends, sk, device=backend.device)[:, None, None]
     raise_scores(q, k, slice(None), growing)
     check(backend.ops.flash_attention(q, k, v), [q, k, v])
 
