@@ -176,6 +176,27 @@ def test_a_plan_that_cuts_sequences_writes_where_it_may(
     )
 
 
+@pytest.mark.parametrize("count", [64, 200, 700])
+def test_a_plan_loads_the_multiprocessors_evenly(backend: Backend, count: int) -> None:
+    """The decode kernel takes units, which are an item for one KV head, in a fixed stride."""
+    if backend.name != "cuda":
+        pytest.skip("the plan is another backend's")
+    kv_heads = 8
+    lengths = torch.randint(200, 9000, (count,), dtype=torch.int32)
+    plan = backend.ops.plan_attention(
+        cumulative([1] * count, backend.device), lengths.to(backend.device), total_q=count,
+        num_heads=4 * kv_heads, num_kv_heads=kv_heads, max_seqlen_q=1, max_seqlen_k=9000,
+    ).cpu()  # fmt: skip
+    items = plan[2 : 2 + int(plan[0, 1])]
+    keys = items[:, 4] - items[:, 3]
+    assert torch.equal(torch.zeros_like(lengths).index_add_(0, items[:, 0], keys), lengths)
+    blocks = torch.cuda.get_device_properties(backend.device).multi_processor_count
+    units = keys.repeat_interleave(kv_heads)
+    block = torch.arange(len(units)) % blocks
+    loads = torch.zeros(blocks, dtype=torch.int32).index_add_(0, block, units)
+    assert loads.max() <= 1.15 * loads.float().mean()
+
+
 # ------------------------------------------------------------------------------------- workspace
 
 

@@ -1,5 +1,9 @@
 // Makes an attention plan: a thread for each row. Every block computes the bounds of all sequences'
 // items, then writes its share of the rows.
+//
+// Wide items stand sequence by sequence. Narrow items have the order that plan_cut.cuh counts on:
+// all pieces of a sequence but its last, sequence by sequence, then the last pieces (the only ones
+// of sequences that are not cut) by descending length, in bins.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,92 +12,40 @@
 
 #include "../../checks/attention_plan.h"
 #include "../ptx/grid_dependency.h"
+#include "plan_cut.cuh"
 
 namespace fastinfer::cuda {
 
-constexpr int kPlanThreads = 512;
-constexpr int kPlanMaxSequences = 2048;
-// How finely work is cut: enough pieces for an even load, few enough to merge.
-constexpr int kPlanUnitsPerSm = 4;
-constexpr int kPlanUncut = 1 << 30;
-
-struct PlanParams {
-  const int32_t* cu_seqlens_q;  // [B + 1]
-  const int32_t* seq_lens;      // [B]
-  int32_t* plan;                // [plan_rows, 8]
-  int64_t plan_rows;
-  int64_t max_partial_rows;
-  int num_sequences, total_q, num_heads, num_kv_heads, max_seqlen_q, max_seqlen_k;
-  int window_left, window_right;
-  int group, narrow_limit, narrow_tokens, wide_tokens;
-  int num_sms;
-  bool batch_invariant;
-};
-
 // Counts of some sequences, or where a sequence's rows begin.
 struct PlanCounts {
-  int wide, narrow, rows, merged;
+  int wide, full, rows, merged;  // full: pieces of narrow sequences that are not the last
   __device__ PlanCounts operator+(const PlanCounts& other) const {
-    return {wide + other.wide, narrow + other.narrow, rows + other.rows, merged + other.merged};
+    return {wide + other.wide, full + other.full, rows + other.rows, merged + other.merged};
   }
 };
+
+// Sequences are ordered by counting: in each bin of lengths those of each warp and round.
+constexpr int kPlanOrderBins = 64;
+constexpr int kPlanRounds = kPlanMaxSequences / kPlanThreads;
+constexpr int kPlanParts = kPlanRounds * kPlanWarps;
+static_assert(kPlanOrderBins * kPlanParts == 8 * kPlanThreads, "a thread sums 8 counts");
 
 struct PlanSmem {
-  long long sums[kPlanThreads / 32][3];
-  PlanCounts warps[kPlanThreads / 32];
-  PlanCounts starts[kPlanMaxSequences + 1];  // the last one used: the totals
+  PlanCounts warps[kPlanWarps];
+  uint16_t order[kPlanMaxSequences];  // narrow sequences, by descending length of the last piece
+  union {
+    struct {
+      union {
+        PlanCutSmem cut;
+        alignas(16) uint16_t counts[kPlanOrderBins * kPlanParts];
+      };
+      int sums[kPlanWarps];
+      int lengths[kPlanMaxSequences];  // of last pieces; -1 where not in the order
+    } early;
+    PlanCounts starts[kPlanMaxSequences + 1];  // the last one used: the totals
+  };
 };
-
-struct PlanSequence {
-  int queries, keys, low, span, tile_tokens, tiles;
-  bool narrow;
-};
-
-__device__ inline PlanSequence read_sequence(const PlanParams& p, int b) {
-  PlanSequence s;
-  s.queries = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
-  s.keys = p.seq_lens[b];
-  s.narrow = static_cast<int64_t>(s.queries) * p.group <= p.narrow_limit;
-  s.tile_tokens = s.narrow ? p.narrow_tokens : p.wide_tokens;
-  s.tiles = (s.queries + s.tile_tokens - 1) / s.tile_tokens;
-  // The keys that the tokens see lie in [low, keys). There may be a tree mask, whose tokens may
-  // stand one position before the step.
-  s.low = 0;
-  s.span = s.keys;
-  if (p.window_left >= 0) {
-    s.low = max(s.keys - s.queries - 1 - p.window_left, 0);
-    s.span = min(s.keys, p.window_left + s.tile_tokens + 1);
-  }
-  return s;
-}
-
-// How many pieces a sequence's keys have when cut at multiples of `piece`; at least 1.
-__device__ inline int count_pieces(const PlanSequence& s, int piece) {
-  return max((s.keys + piece - 1) / piece - s.low / piece, 1);
-}
-
-// Sums of two numbers and the maximum of a third over the block.
-__device__ inline void reduce_block(PlanSmem& smem, long long& a, long long& b, long long& most) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    a += __shfl_xor_sync(0xffffffffu, a, mask);
-    b += __shfl_xor_sync(0xffffffffu, b, mask);
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, mask));
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) {
-    smem.sums[threadIdx.x / 32][0] = a;
-    smem.sums[threadIdx.x / 32][1] = b;
-    smem.sums[threadIdx.x / 32][2] = most;
-  }
-  __syncthreads();
-  a = b = most = 0;
-  for (int w = 0; w < kPlanThreads / 32; ++w) {
-    a += smem.sums[w][0];
-    b += smem.sums[w][1];
-    most = max(most, smem.sums[w][2]);
-  }
-}
+static_assert(sizeof(PlanSmem) <= 48 * 1024);
 
 // The sum over all threads before this one.
 __device__ inline PlanCounts scan_block(PlanSmem& smem, const PlanCounts& mine) {
@@ -102,13 +54,13 @@ __device__ inline PlanCounts scan_block(PlanSmem& smem, const PlanCounts& mine) 
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const PlanCounts other = {
-        __shfl_up_sync(0xffffffffu, sum.wide, by), __shfl_up_sync(0xffffffffu, sum.narrow, by),
+        __shfl_up_sync(0xffffffffu, sum.wide, by), __shfl_up_sync(0xffffffffu, sum.full, by),
         __shfl_up_sync(0xffffffffu, sum.rows, by), __shfl_up_sync(0xffffffffu, sum.merged, by)};
     if (lane >= by) sum = sum + other;
   }
   if (lane == 31) smem.warps[warp] = sum;
   __syncthreads();
-  PlanCounts before = {sum.wide - mine.wide, sum.narrow - mine.narrow, sum.rows - mine.rows,
+  PlanCounts before = {sum.wide - mine.wide, sum.full - mine.full, sum.rows - mine.rows,
                        sum.merged - mine.merged};
   for (int w = 0; w < warp; ++w) before = before + smem.warps[w];
   return before;
@@ -129,6 +81,58 @@ __device__ inline int find_sequence(const PlanSmem& smem, int num_sequences, int
   return low;
 }
 
+// Fills `order` from `lengths`, of which `longest` is a bound that few exceed. Lengths of a bin
+// stay in the order of sequences, so that equal lengths give equal plans.
+__device__ inline void order_sequences(PlanSmem& smem, int num_sequences, float longest) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto& eight = reinterpret_cast<uint4*>(smem.early.counts)[threadIdx.x];
+  eight = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  const float per_key = kPlanOrderBins / longest;
+  int slots[kPlanRounds], ranks[kPlanRounds];
+#pragma unroll
+  for (int round = 0; round < kPlanRounds; ++round) {
+    const int b = round * kPlanThreads + threadIdx.x;
+    const int length = b < num_sequences ? smem.early.lengths[b] : -1;
+    const float place = static_cast<float>(length) * per_key;
+    const int bin = kPlanOrderBins - 1 - min(static_cast<int>(place), kPlanOrderBins - 1);
+    const unsigned peers = __match_any_sync(0xffffffffu, length < 0 ? -1 : bin);
+    ranks[round] = __popc(peers & ((1u << lane) - 1));
+    slots[round] = length < 0 ? -1 : bin * kPlanParts + round * kPlanWarps + warp;
+    if (length >= 0 && ranks[round] == 0) smem.early.counts[slots[round]] = __popc(peers);
+  }
+  __syncthreads();
+  // Counts become the sums of all before them.
+  uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+  int sum = 0;
+#pragma unroll
+  for (uint32_t& word : words) {
+    const int low = word & 0xffff, high = word >> 16;
+    word = sum | (sum + low) << 16;
+    sum += low + high;
+  }
+  int until = sum;  // of this warp
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, until, by);
+    if (lane >= by) until += other;
+  }
+  if (lane == 31) smem.early.sums[warp] = until;
+  __syncthreads();
+  uint32_t before = until - sum;
+  for (int w = 0; w < warp; ++w) before += smem.early.sums[w];
+#pragma unroll
+  for (uint32_t& word : words) word += before * 0x10001u;
+  eight = make_uint4(words[0], words[1], words[2], words[3]);
+  __syncthreads();
+#pragma unroll
+  for (int round = 0; round < kPlanRounds; ++round) {
+    if (slots[round] < 0) continue;
+    smem.order[smem.early.counts[slots[round]] + ranks[round]] =
+        static_cast<uint16_t>(round * kPlanThreads + threadIdx.x);
+  }
+}
+
 __device__ inline void write_row(int32_t* row, const int (&words)[kPlanColumns]) {
 #pragma unroll
   for (int i = 0; i < kPlanColumns; ++i) row[i] = words[i];
@@ -143,57 +147,35 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   const int begin = min(static_cast<int>(threadIdx.x) * share, count);
   const int end = min(begin + share, count);
 
-  long long work = 0, tiles = 0, longest = 0;
-  for (int b = begin; b < end; ++b) {
-    const PlanSequence s = read_sequence(p, b);
-    // Under a causal mask the average tile of a long prompt sees half of the step's own keys.
-    work += static_cast<long long>(s.tiles) * (s.span - min(s.queries, s.span) / 2);
-    tiles += s.tiles;
-    if (s.tiles > 0) longest = max(longest, static_cast<long long>(s.span));
-  }
-  reduce_block(smem, work, tiles, longest);
-  int piece = kPlanUncut;
-  if (!p.batch_invariant) {
-    const long long per_sm = (work * p.num_kv_heads + p.num_sms - 1) / p.num_sms;
-    const long long rounds = (tiles * p.num_kv_heads + p.num_sms - 1) / p.num_sms;
-    // Whole sequences may be an even load as they are.
-    if (rounds * longest * 10 > per_sm * 11) {
-      const long long units = static_cast<long long>(p.num_sms) * kPlanUnitsPerSm;
-      const long long wanted = (work * p.num_kv_heads + units - 1) / units;
-      const long long rounded = (wanted + kPlanMinSplit - 1) / kPlanMinSplit * kPlanMinSplit;
-      piece = static_cast<int>(
-          min(max(rounded, static_cast<long long>(kPlanMinSplit)), 1ll * kPlanUncut));
-    }
-    for (;; piece *= 2) {
-      long long rows = 0, unused = 0, most = 0;
-      for (int b = begin; b < end; ++b) {
-        const PlanSequence s = read_sequence(p, b);
-        const int splits = count_pieces(s, piece);
-        if (splits > 1) rows += static_cast<long long>(s.queries) * splits;
-      }
-      reduce_block(smem, rows, unused, most);
-      if (rows <= p.max_partial_rows || piece == kPlanUncut) break;
-    }
-  }
+  const PlanTotals totals = sum_sequences(p, smem.early.cut, begin, end);
+  const PlanCut cut = choose_cut(p, smem.early.cut, totals);
 
-  const auto counts_of = [&](int b) {
-    const PlanSequence s = read_sequence(p, b);
-    const int splits = count_pieces(s, piece), items = s.tiles * splits;
-    return PlanCounts{s.narrow ? 0 : items, s.narrow ? items : 0,
+  const auto counts_of = [&](const PlanSequence& s, int splits) {
+    return PlanCounts{s.narrow ? 0 : s.tiles * splits, s.narrow ? s.tiles * (splits - 1) : 0,
                       splits > 1 ? s.queries * splits : 0, splits > 1 ? s.tiles : 0};
   };
   PlanCounts mine = {0, 0, 0, 0};
-  for (int b = begin; b < end; ++b) mine = mine + counts_of(b);
+#pragma unroll 1
+  for (int b = begin; b < end; ++b) {
+    const PlanSequence s = read_sequence(p, b);
+    const PlanPieces pieces = cut_sequence(s, cut);
+    mine = mine + counts_of(s, pieces.count());
+    smem.early.lengths[b] = s.narrow && s.tiles > 0 ? s.keys - pieces.last_begin : -1;
+  }
   PlanCounts start = scan_block(smem, mine);
+  order_sequences(smem, count, cut.longest_piece(totals.longest));
+  __syncthreads();  // the starts take the place of the lengths
+#pragma unroll 1
   for (int b = begin; b < end; ++b) {
     smem.starts[b] = start;
-    start = start + counts_of(b);
+    const PlanSequence s = read_sequence(p, b);
+    start = start + counts_of(s, cut_sequence(s, cut).count());
   }
   if (threadIdx.x == kPlanThreads - 1) smem.starts[count] = start;
   __syncthreads();
 
   const PlanCounts total = smem.starts[count];
-  const int num_items = total.wide + total.narrow;
+  const int num_items = total.wide + total.full + totals.narrow;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kPlanThreads;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x;
        row < p.plan_rows; row += stride) {
@@ -209,34 +191,36 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
       continue;
     }
     const int64_t item = row - kPlanHeaderRows, from_end = p.plan_rows - 1 - row;
-    int b, tile, split;
-    if (item < num_items) {
-      const bool wide = item < total.wide;
-      const int at = static_cast<int>(item) - (wide ? 0 : total.wide);
-      b = wide ? find_sequence<&PlanCounts::wide>(smem, count, at)
-               : find_sequence<&PlanCounts::narrow>(smem, count, at);
+    int b, tile = 0, split = 0;
+    if (item < total.wide) {
+      const int at = static_cast<int>(item);
+      b = find_sequence<&PlanCounts::wide>(smem, count, at);
       const PlanSequence s = read_sequence(p, b);
-      const int i = at - (wide ? smem.starts[b].wide : smem.starts[b].narrow);
-      const int splits = count_pieces(s, piece);
+      const int i = at - smem.starts[b].wide, splits = cut_sequence(s, cut).count();
       tile = s.tiles - 1 - i / splits;  // the last tile sees most keys, and goes first
       split = i % splits;
+    } else if (item < total.wide + total.full) {
+      const int at = static_cast<int>(item) - total.wide;
+      b = find_sequence<&PlanCounts::full>(smem, count, at);
+      split = at - smem.starts[b].full;
+    } else if (item < num_items) {
+      b = smem.order[item - total.wide - total.full];
+      split = cut_sequence(read_sequence(p, b), cut).count() - 1;
     } else if (from_end < total.merged) {
       b = find_sequence<&PlanCounts::merged>(smem, count, static_cast<int>(from_end));
       tile = static_cast<int>(from_end) - smem.starts[b].merged;
-      split = 0;
     } else {
       // The rest is zero, so that equal lengths give equal plans.
       write_row(to, {0, 0, 0, 0, 0, 0, 0, 0});
       continue;
     }
     const PlanSequence s = read_sequence(p, b);
-    const int splits = count_pieces(s, piece), first_piece = s.low / piece;
+    const PlanPieces pieces = cut_sequence(s, cut);
+    const int splits = pieces.count(), piece = pieces.first + split;
     const int q_begin = tile * s.tile_tokens;
     const int q_count = min(s.tile_tokens, s.queries - q_begin);
-    const int64_t next_cut = static_cast<int64_t>(first_piece + split + 1) * piece;
-    const int k_end = static_cast<int>(min(next_cut, static_cast<int64_t>(s.keys)));
-    const int k_begin = static_cast<int>(
-        min(max(next_cut - piece, static_cast<int64_t>(s.low)), static_cast<int64_t>(k_end)));
+    const int k_begin = max(cut.begin_of(piece), s.low);
+    const int k_end = piece < pieces.last ? cut.begin_of(piece + 1) : s.keys;
     const int partial = splits > 1 ? smem.starts[b].rows + q_begin * splits + split * q_count : -1;
     write_row(to, {b, q_begin, q_count, k_begin, k_end, partial, split, splits});
   }
