@@ -108,30 +108,37 @@ template <PageFormat kFormat, int kPacks, class T>
 __device__ inline void quantize(const Pack<T>* x, float scale, uint32_t largest, uint32_t* words) {
   constexpr int kSize = Pack<T>::kSize;
   const RowDivision division = RowDivision::by(scale);
-  const bool usable = division.usable(largest);
-  // Under a scale of the row's own nothing is beyond the limit, but for what rounding takes back.
-  const bool clamped = kFormat == PageFormat::kInt8 && division.largest_quotient(largest) > 127.25f;
+  // One loop for each case: the common one does not step over what the others need.
+  const auto encode = [&](auto word_of) {
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    float values[kSize];
-    unpack(x[i], values);
+    for (int i = 0; i < kPacks; ++i) {
+      float values[kSize];
+      unpack(x[i], values);
 #pragma unroll
-    for (int e = 0; e < kSize; e += 4) {
-      uint32_t& word = words[(i * kSize + e) / 4];
-      if (!usable) {
-        word = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) word |= encode_any<kFormat>(values[e + j], scale) << 8 * j;
-        continue;
-      }
-      float q[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        q[j] = division.quotient(values[e + j]);
-        if (clamped) q[j] = fminf(fmaxf(q[j], -127.0f), 127.0f);
-      }
-      word = encode_four<kFormat>(q);
+      for (int e = 0; e < kSize; e += 4) words[(i * kSize + e) / 4] = word_of(values + e);
     }
+  };
+  const auto divided = [&](const float* four, bool clamped) {
+    float q[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      q[j] = division.quotient(four[j]);
+      if (clamped) q[j] = fminf(fmaxf(q[j], -127.0f), 127.0f);
+    }
+    return encode_four<kFormat>(q);
+  };
+  if (!division.usable(largest)) {
+    encode([&](const float* four) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) word |= encode_any<kFormat>(four[j], scale) << 8 * j;
+      return word;
+    });
+  } else if (kFormat == PageFormat::kInt8 && division.largest_quotient(largest) > 127.25f) {
+    // Under a scale of the row's own nothing is beyond the limit, but for what rounding takes back.
+    encode([&](const float* four) { return divided(four, true); });
+  } else {
+    encode([&](const float* four) { return divided(four, false); });
   }
 }
 
