@@ -69,6 +69,7 @@ CUDA_SOURCES = [
     "csrc/cuda/attention/plan.cu",
     "csrc/cuda/attention/prefill.cu",
     "csrc/cuda/attention/prefill_d64.cu",
+    "csrc/cuda/attention/prefill_d96.cu",
     "csrc/cuda/attention/prefill_d128.cu",
     "csrc/cuda/attention/prefill_d192.cu",
     "csrc/cuda/attention/prefill_d256.cu",

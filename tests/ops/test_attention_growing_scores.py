@@ -70,6 +70,38 @@ def test_scores_that_grow_steadily(
     check(backend.ops.flash_attention(q, k, v), [q, k, v])
 
 
+@by_dtype
+@pytest.mark.parametrize("storage", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("ends", [(20.0, 0.0), (200.0, 0.0), (0.0, 20.0), (0.0, 200.0)])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_scores_that_grow_steadily_in_pages(
+    backend: Backend,
+    dtype: torch.dtype,
+    storage: torch.dtype | None,
+    ends: tuple[float, float],
+    queries: int,
+) -> None:
+    sk, block_size, device = 70 if backend.interpreted else 1500, 16, backend.device
+    q, k, v = qkv(dtype, queries, sk, batch=1, head_dim=128, device=device)
+    raise_scores(q, k, slice(None), torch.linspace(*ends, sk, device=device)[:, None, None])
+    shape = (-(-sk // block_size), k.shape[2], block_size, k.shape[3])
+    caches = [torch.zeros(shape, dtype=storage or dtype, device=device) for _ in range(2)]
+    scales = {}
+    if storage is not None:
+        scales = {n: torch.ones(shape[:3], device=device) for n in ("k_scale", "v_scale")}
+    slots = torch.arange(sk, device=device)
+    backend.ops.append_paged_kv_cache_(k[0], v[0], *caches, slots, **scales)
+    args = [
+        q[0], *caches, torch.arange(shape[0], dtype=torch.int32, device=device)[None],
+        *(torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [sk])),
+    ]  # fmt: skip
+    out, lse = backend.ops.paged_attention(*args, **scales, max_seqlen_q=queries, max_seqlen_k=sk)
+    wanted, wanted_lse = reference.paged_attention(*args, **scales)
+    plain, _ = reference.paged_attention(*args, **scales, dtype=dtype)
+    assert_accurate(out, wanted, plain)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=4e-6, atol=2e-5)
+
+
 @pytest.mark.parametrize("by", [0.0, 60.0])
 def test_values_near_the_largest_number(backend: Backend, by: float) -> None:
     """A weighted mean of them is a number, though a sum before it is divided may be none."""

@@ -157,9 +157,9 @@ def test_head_sizes(
 @pytest.mark.parametrize("block_size", [8, 16, 24, 40, 128, 256, 512])
 @pytest.mark.parametrize("storage", ["float", "int8"])
 def test_block_sizes(backend: Backend, dtype: torch.dtype, block_size: int, storage: str) -> None:
-    lengths = [block_size - 1, block_size, block_size + 1, 3]
+    lengths = [block_size - 1, block_size, block_size + 1, 3, 75]
     args, pool, maxima = step(
-        backend, [1, 2, 3, 3], lengths, dtype, block_size=block_size, **STORAGES[storage]
+        backend, [1, 2, 3, 3, 4], lengths, dtype, block_size=block_size, **STORAGES[storage]
     )
     options = {**maxima, **pool.scales}
     check(backend.ops.paged_attention(*args, **options), args, options)

@@ -14,17 +14,23 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cfloat>
 #include <climits>
 
 #include "../ptx/grid_dependency.h"
 #include "../ptx/lane_id.h"
 #include "decode_tile.cuh"
+#include "softcap.cuh"
 
 namespace fastinfer::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_huge_valf();
+// Scores may exceed what is subtracted from them by so much, in base 2, before a row is rescaled:
+// probabilities stay far from the largest fp16 number, and few tiles have work for it.
+constexpr float kSlack = 6.0f;
+constexpr int kByteExponent = 135;  // 2^(135 - 126 + kSlack) is within fp16
 
 __device__ inline float read_16bit(uint16_t bits, bool is_bf16) {
   return is_bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
@@ -41,14 +47,14 @@ __device__ inline float power_of_two(int exponent) {
   return __uint_as_float(static_cast<uint32_t>(max(exponent + 127, 0)) << 23);
 }
 
-// What is subtracted from the scores of a row whose maximum is `highest`. A row that has seen
-// nothing has -inf; subtracting it from -inf would be NaN.
-__device__ inline float softmax_base(float highest) {
-  return highest == -kInfinity ? 0.0f : highest;
+// A row that has seen nothing has the base -inf; subtracting it from -inf would be NaN.
+__device__ inline float softmax_base(float base) {
+  return base == -kInfinity ? 0.0f : base;
 }
 
 // What there is to know about the rows of a unit, and q in the type of its product. bf16 becomes
-// fp16 where keys are bytes: a power of two for each row keeps its largest element below 2^15.
+// fp16 where keys are bytes: a power of two for each row keeps its largest element below 2^15. The
+// sign of the softmax scale (or its being 0) goes into q, so that factors are positive.
 template <class T>
 __device__ inline void prepare_rows(const DecodeParams& p, DecodeSmem<T>& smem,
                                     const DecodeUnit& unit) {
@@ -95,7 +101,9 @@ __device__ inline void prepare_rows(const DecodeParams& p, DecodeSmem<T>& smem,
       }
     }
   }
-  const float factor = p.softcap > 0.0f ? p.scale / p.softcap : p.scale * kLog2e;
+  const float sign = p.scale == 0.0f ? 0.0f : p.scale < 0.0f ? -1.0f : 1.0f;
+  const float scale = sign == 0.0f ? 1.0f : fabsf(p.scale);
+  const float factor = p.softcap > 0.0f ? scale / p.softcap : scale * kLog2e;
 #pragma unroll
   for (int i = 0; i < kWarpShare; ++i) {
     const int row = i * T::kWarps + warp;
@@ -112,15 +120,30 @@ __device__ inline void prepare_rows(const DecodeParams& p, DecodeSmem<T>& smem,
       const int largest_exponent = static_cast<int>(bits >> 23) - 127;
       if (bits != 0 && largest_exponent < 128) exponent = max(largest_exponent - 14, -100);
     }
+    float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < kLaneShare; ++e) {
       uint16_t element = elements[i][e];
-      if constexpr (T::kByteK) {
-        element = write_16bit(read_16bit(element, p.is_bf16) * power_of_two(-exponent), false);
+      if (T::kByteK || sign != 1.0f) {
+        const float value = read_16bit(element, p.is_bf16) * (sign * power_of_two(-exponent));
+        element = write_16bit(value, !T::kByteK && p.is_bf16);
+        sum += read_16bit(element, !T::kByteK && p.is_bf16);
       }
       *reinterpret_cast<uint16_t*>(smem.q + query_offset<T>(row, e * 32 + lane)) = element;
     }
-    if (lane == 0) smem.rows[row].factor = factor * power_of_two(exponent);
+    float start = 0.0f, unit = 1.0f;
+    if constexpr (T::kKFormat == KvFormat::kInt8) {
+#pragma unroll
+      for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      start = -kKeyOffset * kKeyUnit * sum;
+      unit = kKeyUnit;
+    }
+    if (lane == 0) {
+      // Not 0, whatever underflows: 0 times a hidden score, -inf, would be NaN.
+      const float row_factor = factor * power_of_two(exponent) / unit;
+      smem.rows[row].factor = row_factor < FLT_MIN ? FLT_MIN : row_factor;
+      smem.rows[row].start = start;
+    }
   }
 }
 
@@ -146,10 +169,10 @@ __device__ inline bool is_visible(const DecodeParams& p, const DecodeUnit& unit,
 template <class T>
 struct DecodeState {
   float acc[T::kRowTiles][T::kValueTiles][4];
-  float highest[T::kRowTiles][2];  // score of each row, in base 2
-  float total[T::kRowTiles][2];    // this lane's share of the sum
-  // Byte values: acc is divided by 2^(exponent - 140), so that the probabilities, times the values'
-  // scales, fill the range of fp16. Scales seen so far are below 2^(exponent - 126).
+  float base[T::kRowTiles][2];   // subtracted from scores: within kSlack of the highest, or above
+  float total[T::kRowTiles][2];  // this lane's share of the sum
+  // Byte values: acc is divided by 2^(exponent - kByteExponent), so that the probabilities, times
+  // the values' scales, fill the range of fp16. Scales seen so far are below 2^(exponent - 126).
   int exponent;
 
   __device__ void reset() {
@@ -158,7 +181,7 @@ struct DecodeState {
     for (int i = 0; i < T::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        highest[i][h] = -kInfinity;
+        base[i][h] = -kInfinity;
         total[i][h] = 0.0f;
       }
 #pragma unroll
@@ -190,21 +213,27 @@ __device__ inline void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, con
   const DecodeRow* rows = smem.rows + row_group * T::kWarpRows + lane / 4;
 
   Scores<T> s;
-  multiply_keys<T>(s, ptx::shared_address(tile), query);
-#pragma unroll
-  for (int i = 0; i < T::kRowTiles; ++i) {
-    const float factors[2] = {rows[i * 16].factor, rows[i * 16 + 8].factor};
+  const auto start = [&](int i, int h) {
+    return T::kKFormat == KvFormat::kInt8 ? rows[i * 16 + h * 8].start : 0.0f;
+  };
+  multiply_keys<T>(s, ptx::shared_address(tile), start, query);
+  if constexpr (T::kByteK) {
 #pragma unroll
     for (int n = 0; n < T::kKeyTiles; ++n) {
-      float2 scale = {1.0f, 1.0f};
-      if constexpr (T::kByteK) {
-        scale = *reinterpret_cast<const float2*>(k_scales + n * 8 + lane % 4 * 2);
-      }
+      const float2 scale = *reinterpret_cast<const float2*>(k_scales + n * 8 + lane % 4 * 2);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[i][n][e] *= factors[e / 2] * (e % 2 == 0 ? scale.x : scale.y);
+      for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] *= e % 2 == 0 ? scale.x : scale.y;
       }
     }
+  }
+  // What is left to do to scores, in base 2.
+  float factors[T::kRowTiles][2];
+#pragma unroll
+  for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factors[i][h] = rows[i * 16 + h * 8].factor;
   }
   if (p.softcap > 0.0f) {
 #pragma unroll
@@ -212,13 +241,9 @@ __device__ inline void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, con
 #pragma unroll
       for (int n = 0; n < T::kKeyTiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          // tanh x = 1 - 2 / (1 + e^2x), where e^2x may be infinite.
-          const float power = ptx::exp2(s[i][n][e] * (2.0f * kLog2e));
-          const float tanh = 1.0f - __fdividef(2.0f, 1.0f + power);
-          s[i][n][e] = p.softcap * kLog2e * tanh;
-        }
+        for (int e = 0; e < 4; ++e) s[i][n][e] = tanh_accurate(s[i][n][e] * factors[i][e / 2]);
       }
+      factors[i][0] = factors[i][1] = p.softcap * kLog2e;
     }
   }
 
@@ -284,27 +309,29 @@ __device__ inline void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, con
     const int exponent =
         max(state.exponent, static_cast<int>(__reduce_max_sync(0xffffffffu, bits) >> 23));
     v_ratio = power_of_two(state.exponent - exponent);
-    v_factor = power_of_two(140 - exponent);
+    v_factor = power_of_two(kByteExponent - exponent);
     state.exponent = exponent;
   }
 
-  // What was accumulated under a smaller maximum (or a smaller scale) shrinks.
+  // What was accumulated under a much smaller score (or a smaller scale) shrinks.
   float shrink[T::kRowTiles][2];
   bool shrinks = v_ratio != 1.0f;
 #pragma unroll
   for (int i = 0; i < T::kRowTiles; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float highest = state.highest[i][h];
+      float highest = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
 #pragma unroll
-      for (int n = 0; n < T::kKeyTiles; ++n) {
+      for (int n = 1; n < T::kKeyTiles; ++n) {
         highest = fmaxf(highest, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
       }
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-      shrinks |= highest != state.highest[i][h];
-      shrink[i][h] = ptx::exp2(state.highest[i][h] - softmax_base(highest));
-      state.highest[i][h] = highest;
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2)) * factors[i][h];
+      const float before = state.base[i][h];
+      const bool grows = highest > before + kSlack;
+      if (grows) state.base[i][h] = highest;
+      shrinks |= grows;
+      shrink[i][h] = grows ? ptx::exp2(before - highest) : 1.0f;
     }
   }
   if (__any_sync(0xffffffffu, shrinks)) {
@@ -328,7 +355,8 @@ __device__ inline void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, con
     for (int i = 0; i < T::kRowTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float x = ptx::exp2(s[i][n][e] - softmax_base(state.highest[i][e / 2]));
+        const float base = softmax_base(state.base[i][e / 2]);
+        const float x = ptx::exp2(fmaf(s[i][n][e], factors[i][e / 2], -base));
         state.total[i][e / 2] += x;
         s[i][n][e] = x * (e % 2 == 0 ? scale.x : scale.y);
       }
@@ -352,7 +380,7 @@ __device__ inline void finish_unit(const DecodeParams& p, DecodeSmem<T>& smem,
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
       if (lane % 4 == 0) {
-        smem.stats[group][first_row + i * 16 + h * 8] = {state.highest[i][h], total};
+        smem.stats[group][first_row + i * 16 + h * 8] = {state.base[i][h], total};
       }
     }
   }
@@ -381,8 +409,8 @@ __device__ inline void finish_unit(const DecodeParams& p, DecodeSmem<T>& smem,
       if (final && p.sinks != nullptr && head >= 0) {
         total += ptx::exp2(p.sinks[head] * kLog2e - base);
       }
-      float weight = empty ? 0.0f : ptx::exp2(state.highest[i][h] - base) / total;
-      if constexpr (T::kByteV) weight *= power_of_two(state.exponent - 140);
+      float weight = empty ? 0.0f : ptx::exp2(state.base[i][h] - base) / total;
+      if constexpr (T::kByteV) weight *= power_of_two(state.exponent - kByteExponent);
       state.multiply_row(i, h, weight);
     }
   }
@@ -447,7 +475,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   stream.seek(p, smem, group, min(2, smem.num_units - 1));
   int stage = 0;  // of the next tile to compute
   for (int u = 0; u < smem.num_units; ++u) {
-    const DecodeUnit& unit = smem.units[u % 4];
+    const DecodeUnit& unit = smem.units[u & 3];
     const int last = min(u + 2, smem.num_units - 1);  // the last unit whose entry is there
     if (stream.begin >= stream.high) stream.seek(p, smem, group, last);
     stream.load_up_to(T::kStages - 1, p, smem, group, row_group, last);
@@ -455,7 +483,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncthreads();
     // Read by others after the barriers of this unit's end; nobody needs the entry it replaces.
     if (threadIdx.x == 0 && u + 3 < smem.num_units) {
-      smem.units[(u + 3) % 4] =
+      smem.units[(u + 3) & 3] =
           read_unit(p, smem.first_item, static_cast<int>(blockIdx.x + (u + 3) * gridDim.x));
     }
     __syncwarp();

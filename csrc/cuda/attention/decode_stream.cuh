@@ -18,14 +18,15 @@ __device__ inline DecodeUnit read_unit(const DecodeParams& p, int first_item, in
   unit.v_scale = p.v.scale + unit.kv_head * p.v.scale_head;
   const int64_t row = kPlanHeaderRows + first_item + index / p.num_kv_heads;
   const int32_t* item = p.plan + row * kPlanColumns;
-  unit.sequence = item[0];
+  const int sequence = item[0];
+  unit.pages = p.block_table + sequence * p.table_sequence;
   unit.token_begin = item[1];
   unit.token_count = item[2];
   const int key_begin = item[3], key_end = item[4];
   unit.partial_row = item[5];
-  const int keys = p.seq_lens[unit.sequence];
-  unit.first_token = p.cu_seqlens_q[unit.sequence];
-  const int queries = p.cu_seqlens_q[unit.sequence + 1] - unit.first_token;
+  const int keys = p.seq_lens[sequence];
+  unit.first_token = p.cu_seqlens_q[sequence];
+  const int queries = p.cu_seqlens_q[sequence + 1] - unit.first_token;
 
   unit.step_begin = keys - queries;
   int low = key_begin, high = min(key_end, keys);
@@ -54,7 +55,7 @@ __device__ inline DecodeUnit read_unit(const DecodeParams& p, int first_item, in
 // The first key of the first tile of a group.
 template <class T>
 __device__ inline int first_tile(const DecodeUnit& unit, int group) {
-  return (unit.low / T::kKeys + group) * T::kKeys;
+  return (static_cast<unsigned>(unit.low) / T::kKeys + group) * T::kKeys;
 }
 
 template <class T>
@@ -73,7 +74,7 @@ template <class T>
 struct KeyStream {
   int unit = -1;            // the block's number of the unit of the next tile
   int begin = 0, high = 0;  // the next tile's first key and the unit's end; begin >= high: no tile
-  int page, inside;         // of this lane's key in the next tile
+  int page, inside;         // of the first key of this lane's run in the next tile
   int ahead = 0;            // tiles that were asked for and not yet computed
   int fill = 0;             // stage of the next tile
 
@@ -81,47 +82,56 @@ struct KeyStream {
   __device__ void seek(const DecodeParams& p, const DecodeSmem<T>& smem, int group, int last) {
     while (begin >= high && unit < last) {
       ++unit;
-      const DecodeUnit& next = smem.units[unit % 4];
+      const DecodeUnit& next = smem.units[unit & 3];
       begin = first_tile<T>(next, group);
       high = next.high;
     }
     if (begin < high) look_up(p, smem);
   }
 
+  // A lane copies parts of kRun keys of a tile, one after the other and in one page.
+  static constexpr int kRun = T::kKeys / 4;
+  static_assert(8 % kRun == 0, "the block size is a multiple of 8");
+
   // Pages are looked up a tile ahead, so that no load of keys waits for its page. Entries of keys
   // that are not loaded may hold anything and are not read.
   __device__ void look_up(const DecodeParams& p, const DecodeSmem<T>& smem) {
-    const DecodeUnit& now = smem.units[unit % 4];
-    const int key = begin + threadIdx.x % T::kKeys;
+    const DecodeUnit& now = smem.units[unit & 3];
+    const int key = begin + threadIdx.x % 32 / 8 * kRun;
     const int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
     inside = key - entry * p.block_size;
-    page = -1;
-    if (key >= now.low && key < high) {
-      page = p.block_table[now.sequence * p.table_sequence + entry * p.table_block];
+    page = 0;  // what is not loaded has an address all the same
+    if (key + kRun > now.low && key < high) {
+      page = now.pages[static_cast<uint32_t>(entry) * static_cast<uint64_t>(p.table_block)];
     }
   }
 
   __device__ void load(const DecodeParams& p, DecodeSmem<T>& smem, int group, int row_group,
                        int last) {
     const int lane = threadIdx.x % 32;
-    const DecodeUnit& now = smem.units[unit % 4];
-    const uint32_t stage = ptx::shared_address(smem.tiles[group][fill]);
-    const uint32_t present = __ballot_sync(0xffffffffu, page >= 0);  // bit: key of the tile
-    // What is not loaded has an address all the same, in block 0.
-    const int64_t block = max(page, 0);
-    const auto token = static_cast<int64_t>(inside);
-    copy_rows<T::kKPitch>(p.k, now.k + block * p.k.outer + token * p.k.token, present, stage,
-                          row_group);
-    copy_rows<T::kVPitch>(p.v, now.v + block * p.v.outer + token * p.v.token, present,
-                          stage + T::kKeys * T::kKPitch, row_group);
-    if (lane < T::kKeys && row_group == 0) {
+    const DecodeUnit& now = smem.units[unit & 3];
+    const uint32_t keys = ptx::shared_address(smem.tiles[group][fill]);
+    const uint32_t values = keys + T::kKeys * T::kKPitch;
+    const int own = begin + lane % T::kKeys;
+    const bool is_present = own >= now.low && own < high;
+    const uint32_t present = __ballot_sync(0xffffffffu, is_present);  // bit: key of the tile
+    if (present == 0xffffffffu && p.k.row_bytes == T::kKPitch && p.v.row_bytes == T::kVPitch) {
+      copy_rows<T::kKPitch, true>(p.k, now.k, present, keys, row_group);
+      copy_rows<T::kVPitch, true>(p.v, now.v, present, values, row_group);
+    } else {
+      copy_rows<T::kKPitch, false>(p.k, now.k, present, keys, row_group);
+      copy_rows<T::kVPitch, false>(p.v, now.v, present, values, row_group);
+    }
+    if ((T::kByteK || T::kByteV) && row_group == 0) {
+      static_assert(!(T::kByteK || T::kByteV) || T::kKeys == 32, "a lane copies one key's scales");
+      const int token = inside + lane % kRun;
       if constexpr (T::kByteK) {
         ptx::cp_async_4(ptx::shared_address(&smem.scales[group][fill][0][lane]),
-                        now.k_scale + block * p.k.scale_outer + token * p.k.scale_token, page < 0);
+                        now.k_scale + place(p.k.scale_outer, p.k.scale_token, token), !is_present);
       }
       if constexpr (T::kByteV) {
         ptx::cp_async_4(ptx::shared_address(&smem.scales[group][fill][1][lane]),
-                        now.v_scale + block * p.v.scale_outer + token * p.v.scale_token, page < 0);
+                        now.v_scale + place(p.v.scale_outer, p.v.scale_token, token), !is_present);
       }
     }
     ptx::cp_async_commit();
@@ -148,29 +158,32 @@ struct KeyStream {
   }
 
  private:
-  // A warp copies four rows by a 128-byte segment at once. `start` is that of the lane's key.
-  template <int kPitch>
-  __device__ static void copy_rows(const DecodeKv& kv, const unsigned char* start, uint32_t present,
-                                   uint32_t to, int row_group) {
-    constexpr int kSegments = kPitch / 128;
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
-    uint32_t wanted[kSegments];  // bit 4 i: the chunk in row 4 i + lane / 8
+  // Of token `token` of the lane's page. No factor is below 0, so that products are short.
+  __device__ int64_t place(int64_t outer, int token_stride, int token) const {
+    return static_cast<uint32_t>(page) * static_cast<uint64_t>(outer) +
+           static_cast<uint64_t>(static_cast<uint32_t>(token)) *
+               static_cast<uint32_t>(token_stride);
+  }
+
+  // A warp copies a 128-byte segment of four rows at once, kRun rows apart. Unless the tile is
+  // whole, absent keys and the padding of rows become zeros.
+  template <int kPitch, bool kWhole>
+  __device__ void copy_rows(const DecodeKv& kv, const unsigned char* head, uint32_t present,
+                            uint32_t to, int row_group) const {
+    constexpr int kShare = kRun / T::kRowGroups;
+    const int lane = threadIdx.x % 32, chunk = lane % 8, in_run = row_group * kShare;
+    const int first = lane / 8 * kRun + in_run;
+    const unsigned char* from = head + place(kv.outer, kv.token, inside + in_run) + chunk * 16;
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-      wanted[s] = (s * 8 + chunk) * 16 < kv.row_bytes ? present >> lane / 8 : 0;
-    }
+    for (int i = 0; i < kShare; ++i) {
+      const bool is_present = (present >> (first + i) & 1) != 0;
 #pragma unroll
-    for (int i = 0; i < T::kKeys / 4 / T::kRowGroups; ++i) {
-      const int four = i * T::kRowGroups + row_group, row = four * 4 + lane / 8;
-      const unsigned char* from =
-          reinterpret_cast<const unsigned char*>(
-              __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(start), row)) +
-          chunk * 16;
-#pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
-        ptx::cp_async_16(to + swizzled<kPitch>(row, s * 8 + chunk), from + s * 128,
-                         (wanted[s] >> four * 4 & 1) == 0);
+      for (int s = 0; s < kPitch / 128; ++s) {
+        const bool ignored = !is_present || (s * 8 + chunk) * 16 >= kv.row_bytes;
+        ptx::cp_async_16(to + swizzled<kPitch>(first + i, s * 8 + chunk), from + s * 128,
+                         !kWhole && ignored);
       }
+      from += static_cast<uint32_t>(kv.token);
     }
   }
 };

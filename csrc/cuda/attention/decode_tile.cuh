@@ -2,7 +2,9 @@
 //
 // - Keys: ldmatrix gives a lane four neighbouring bytes of a key, so the head dimensions of a group
 //   of 16 are taken in the order in which lane c of a quad holds 4 c, 4 c + 1 | 4 c + 2, 4 c + 3
-//   instead of 2 c, 2 c + 1 | 2 c + 8, 2 c + 9; q lies in shared memory in that order.
+//   instead of 2 c, 2 c + 1 | 2 c + 8, 2 c + 9; q lies in shared memory in that order. An int8 key
+//   b is taken as (b + 128) 2^-24, the fp16 number that has the bits of b + 128: what its scores
+//   have too much is known before (kKeyOffset).
 // - Values: ldmatrix transposes pairs of bytes, so a register holds two neighbouring columns of two
 //   keys; the even columns of 16 make one tile of a product and the odd ones the next.
 #pragma once
@@ -14,20 +16,31 @@
 
 namespace fastinfer::cuda {
 
-// Four bytes as two pairs of fp16: bytes 0, 1 and 2, 3, or (kInterleaved) 0, 2 and 1, 3.
-template <KvFormat kFormat, bool kInterleaved>
-__device__ inline void decode_bytes(uint32_t bytes, uint32_t& first, uint32_t& second) {
+// What an int8 key's elements have too much, and what they are divided by.
+constexpr float kKeyOffset = 128.0f, kKeyUnit = 0x1p-24f;
+
+// Four bytes of a key as two pairs of fp16: bytes 0, 1 and 2, 3.
+template <KvFormat kFormat>
+__device__ inline void decode_keys(uint32_t bytes, uint32_t& first, uint32_t& second) {
+  if constexpr (kFormat == KvFormat::kInt8) {
+    bytes ^= 0x80808080u;
+    first = __byte_perm(bytes, 0, 0x4140);
+    second = __byte_perm(bytes, 0, 0x4342);
+  } else {
+    ptx::e4m3x4_to_f16x4(bytes, first, second);
+  }
+}
+
+// Four bytes of values as two pairs of fp16: bytes 0, 2 and 1, 3.
+template <KvFormat kFormat>
+__device__ inline void decode_values(uint32_t bytes, uint32_t& first, uint32_t& second) {
   if constexpr (kFormat == KvFormat::kInt8) {
     // Below 0x64, a byte b makes the fp16 number 1024 + b; b is the element plus 128.
     bytes ^= 0x80808080u;
-    first = __byte_perm(bytes, 0x64646464u, kInterleaved ? 0x4240 : 0x4140);
-    second = __byte_perm(bytes, 0x64646464u, kInterleaved ? 0x4341 : 0x4342);
-    first = ptx::sub_f16x2(first, 0x64806480u);
-    second = ptx::sub_f16x2(second, 0x64806480u);
+    first = ptx::sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4240), 0x64806480u);
+    second = ptx::sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4341), 0x64806480u);
   } else {
-    if constexpr (kInterleaved) bytes = __byte_perm(bytes, 0, 0x3120);
-    first = ptx::e4m3x2_to_f16x2(bytes);
-    second = ptx::e4m3x2_to_f16x2(bytes >> 16);
+    ptx::e4m3x4_to_f16x4(__byte_perm(bytes, 0, 0x3120), first, second);
   }
 }
 
@@ -62,24 +75,24 @@ __device__ inline void load_query(uint32_t (&a)[4], uint32_t address, int step) 
 template <class T>
 using Scores = float[T::kRowTiles][T::kKeyTiles][4];
 
-// s = q k^T. Element [i][n][2 h + j] of a lane is row 16 i + 8 h + lane / 4, key 8 n + 2 (lane % 4)
-// + j. `query(a, i, step)` gives the first operand.
-template <class T, class Query>
-__device__ inline void multiply_keys(Scores<T>& s, uint32_t k, const Query& query) {
+// s = start + q k^T. Element [i][n][2 h + j] of a lane is row 16 i + 8 h + lane / 4, key 8 n + 2
+// (lane % 4) + j. `start(i, h)` is the same for all keys, `query(a, i, step)` gives the first
+// operand.
+template <class T, class Start, class Query>
+__device__ inline void multiply_keys(Scores<T>& s, uint32_t k, const Start& start,
+                                     const Query& query) {
   constexpr bool kBf16 = T::kKFormat == KvFormat::kBf16;
   const int lane = threadIdx.x % 32;
+  float starts[T::kRowTiles][4];
 #pragma unroll
   for (int i = 0; i < T::kRowTiles; ++i) {
 #pragma unroll
-    for (int n = 0; n < T::kKeyTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][n][e] = 0.0f;
-    }
+    for (int e = 0; e < 4; ++e) starts[i][e] = start(i, e / 2);
   }
   const uint32_t first = T::kByteK
                              ? k + swizzled<T::kKPitch>(lane, 0)
                              : k + swizzled<T::kKPitch>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll(T::kKeyUnroll)
+#pragma unroll
   for (int step = 0; step < T::kHeadDim / 16; ++step) {
     uint32_t a[T::kRowTiles][4];
 #pragma unroll
@@ -90,9 +103,11 @@ __device__ inline void multiply_keys(Scores<T>& s, uint32_t k, const Query& quer
 #pragma unroll
       for (int n = 0; n < T::kKeyTiles; ++n) {
         uint32_t b0, b1;
-        decode_bytes<T::kKFormat, false>(b[n], b0, b1);
+        decode_keys<T::kKFormat>(b[n], b0, b1);
 #pragma unroll
-        for (int i = 0; i < T::kRowTiles; ++i) ptx::mma_m16n8k16<kBf16>(s[i][n], a[i], b0, b1);
+        for (int i = 0; i < T::kRowTiles; ++i) {
+          ptx::mma_m16n8k16<kBf16>(s[i][n], a[i], b0, b1, step == 0 ? starts[i] : s[i][n]);
+        }
       }
     } else {
 #pragma unroll
@@ -101,8 +116,9 @@ __device__ inline void multiply_keys(Scores<T>& s, uint32_t k, const Query& quer
         ptx::ldmatrix_x4(b, chunk_address(first, step * 2) + n * 8 * T::kKPitch);
 #pragma unroll
         for (int i = 0; i < T::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<kBf16>(s[i][n], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<kBf16>(s[i][n + 1], a[i], b[2], b[3]);
+          ptx::mma_m16n8k16<kBf16>(s[i][n], a[i], b[0], b[1], step == 0 ? starts[i] : s[i][n]);
+          ptx::mma_m16n8k16<kBf16>(s[i][n + 1], a[i], b[2], b[3],
+                                   step == 0 ? starts[i] : s[i][n + 1]);
         }
       }
     }
@@ -136,14 +152,15 @@ __device__ inline void multiply_values(float (&acc)[T::kRowTiles][T::kValueTiles
       uint32_t b[4], even[4], odd[4];
       ptx::ldmatrix_x4_trans(b, chunk_address(first, n / 2));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) decode_bytes<T::kVFormat, true>(b[e], even[e], odd[e]);
+      for (int e = 0; e < 4; ++e) decode_values<T::kVFormat>(b[e], even[e], odd[e]);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
         for (int i = 0; i < T::kRowTiles; ++i) {
           const auto& x = a[i][step];
-          ptx::mma_m16n8k16<kBf16>(acc[i][n], x, even[step * 2], even[step * 2 + 1]);
-          ptx::mma_m16n8k16<kBf16>(acc[i][n + 1], x, odd[step * 2], odd[step * 2 + 1]);
+          ptx::mma_m16n8k16<kBf16>(acc[i][n], x, even[step * 2], even[step * 2 + 1], acc[i][n]);
+          ptx::mma_m16n8k16<kBf16>(acc[i][n + 1], x, odd[step * 2], odd[step * 2 + 1],
+                                   acc[i][n + 1]);
         }
       }
     } else {
@@ -153,8 +170,8 @@ __device__ inline void multiply_values(float (&acc)[T::kRowTiles][T::kValueTiles
         ptx::ldmatrix_x4_trans(b, chunk_address(first, n) + step * 16 * T::kVPitch);
 #pragma unroll
         for (int i = 0; i < T::kRowTiles; ++i) {
-          ptx::mma_m16n8k16<kBf16>(acc[i][n], a[i][step], b[0], b[1]);
-          ptx::mma_m16n8k16<kBf16>(acc[i][n + 1], a[i][step], b[2], b[3]);
+          ptx::mma_m16n8k16<kBf16>(acc[i][n], a[i][step], b[0], b[1], acc[i][n]);
+          ptx::mma_m16n8k16<kBf16>(acc[i][n + 1], a[i][step], b[2], b[3], acc[i][n + 1]);
         }
       }
     }

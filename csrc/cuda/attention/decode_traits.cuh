@@ -34,7 +34,8 @@ __device__ inline uint32_t chunk_address(uint32_t first, int chunk) {
 struct DecodeUnit {
   const unsigned char *k, *v;      // the pages, at the unit's head
   const float *k_scale, *v_scale;  // likewise
-  int sequence, kv_head;
+  const int32_t* pages;            // the sequence's row of the block table
+  int kv_head;
   int first_token, token_begin, token_count;  // of the item, after the sequence's first token
   int partial_row;                            // -1: the result is final
   int step_begin;                             // position of the step's first token, may be < 0
@@ -48,8 +49,9 @@ struct DecodeRow {
   unsigned long long tree;  // bit j: it sees token j of its step
   int64_t out_at;           // element of out, or of partial_out
   int64_t lse_at;
-  float factor;  // of its scores: the softmax scale, and what q was divided by
-  int head;      // -1: no such row
+  // Its scores are factor * (start + q k): the softmax scale, and what q and k were divided by.
+  float factor, start;
+  int head;  // -1: no such row
 };
 
 template <KvFormat kKFormat_, KvFormat kVFormat_, int kRows_, int kHeadDim_, int kValueDim_>
@@ -79,10 +81,6 @@ struct DecodeTraits {
 
   // q stays in registers where there is room.
   static constexpr bool kKeepQuery = kWarpRows == 16 && kHeadDim <= 128;
-  // Steps over the head dimension that are unrolled: all where registers hold q, fewer where so
-  // many loads at once would take more registers than there are.
-  static constexpr int kKeyUnroll = kKeepQuery ? kHeadDim / 16 : 4;
-
   // Columns of the result that are merged at once.
   static constexpr int kSlice = kRows * kKeyGroups <= 128 ? 32 : 16;
   static constexpr int kSlicePitch = kSlice + 8;

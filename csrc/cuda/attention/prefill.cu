@@ -7,6 +7,7 @@
 namespace fastinfer::cuda {
 
 void launch_prefill_d64(const AttentionProblem& a, const PrefillLaunch& launch);
+void launch_prefill_d96(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d128(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d192(const AttentionProblem& a, const PrefillLaunch& launch);
 void launch_prefill_d256(const AttentionProblem& a, const PrefillLaunch& launch);
@@ -25,6 +26,7 @@ struct PrefillKernel {
 };
 constexpr PrefillKernel kKernels[] = {
     {64, 64, 192, 128, false, launch_prefill_d64},
+    {96, 96, 128, 128, false, launch_prefill_d96},
     {128, 128, 128, 128, true, launch_prefill_d128},
     {192, 128, 128, 128, false, launch_prefill_d192},
     {256, 256, 128, 64, true, launch_prefill_d256},

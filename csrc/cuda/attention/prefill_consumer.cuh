@@ -42,7 +42,7 @@ template <class Traits>
 __device__ inline void clear_values(typename Traits::Value* v, int first, int barrier) {
   for (int i = first * 8 + threadIdx.x % 128; i < Traits::kN * 8; i += 128) {
 #pragma unroll
-    for (int slab = 0; slab < Traits::kValueDim / Traits::kValueSlab; ++slab) {
+    for (int slab = 0; slab < Traits::kValueSlabs; ++slab) {
       *reinterpret_cast<uint4*>(v + slab * Traits::kN * Traits::kValueSlab + i * 8) =
           make_uint4(0, 0, 0, 0);
     }
@@ -60,6 +60,11 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
   const int group_index = uniform(threadIdx.x / 128) - 1;  // of the consumer warpgroups
   const ThreadRows mine(p, group_index * 64 + threadIdx.x / 32 % 4 * 16);
   const bool signals = mine.lane == 0;
+  // What all lanes have read of a tile, and of the one before, may be overwritten.
+  const auto give_back = [signals](Mbarrier& empty) {
+    __syncwarp();
+    if (signals) empty.arrive();
+  };
   // Turns: barrier 1 + i lets warpgroup i issue its products.
   const int my_turn = 1 + group_index;
   const int next_turn = 1 + (group_index + 1) % Traits::kConsumers;
@@ -82,8 +87,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       if (drained) break;
       // The producer sees which tiles failed, and sends them again, or the end.
       drained = true;
-      if (signals) shared.q_empty[query.index].arrive();
-      named_barrier_sync(kDrained, 32 + 128 * Traits::kConsumers);
+      give_back(shared.q_empty[query.index]);
       continue;
     }
     KeyBlocks blocks = key_blocks<kN>(p, tile);
@@ -98,7 +102,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
     const bool may_be_fast = !uniform(tile.careful);
     auto& q_empty = shared.q_empty[query.index];
     if (blocks.begin >= blocks.end) {
-      if (signals) q_empty.arrive();
+      give_back(q_empty);
     } else {
       float s[kN / 2];
       uint32_t probabilities[kN / 16][4];
@@ -180,7 +184,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
           fast = may_be_fast && all_started(block);
         }
       }
-      if (signals) q_empty.arrive();
+      give_back(q_empty);
       wgmma_pin(rows.o);
       wgmma_fence();
       multiply_p_v<Value, kN, kValueDim>(rows.o, probabilities, v_first + stage.index * kValueStep);

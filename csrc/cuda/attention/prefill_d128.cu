@@ -4,7 +4,7 @@
 namespace fastinfer::cuda {
 
 void launch_prefill_d128(const AttentionProblem& a, const PrefillLaunch& launch) {
-  if (a.layout != AttentionLayout::kPaged && a.softcap == 0.f && large_key_blocks(a)) {
+  if (a.softcap == 0.f && large_key_blocks(a)) {
     return launch_prefill_for<128, 128, 128, 176, 1, false>(a, launch);
   }
   launch_prefill_for<128, 128, 128, 128, 2, true>(a, launch);

@@ -33,10 +33,14 @@ __global__ __launch_bounds__(kThreads) void convert_kernel(
   const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
   uint32_t pairs[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const uint32_t f16 = ptx::e4m3x2_to_f16x2(words[j / 2] >> (16 * (j % 2)));
-    const float2 x = __half22float2(reinterpret_cast<const __half2&>(f16));
-    pairs[j] = ptx::pack<true>(x.x, x.y);
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t f16[2];
+    ptx::e4m3x4_to_f16x4(words[j / 2], f16[0], f16[1]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(f16[h]));
+      pairs[j + h] = ptx::pack<true>(x.x, x.y);
+    }
   }
   auto* to = reinterpret_cast<uint4*>(p.to + i * (kVector / 2));
   to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -68,7 +72,7 @@ void launch_with(const AttentionProblem& a, const PrefillLaunch& launch) {
   const AttentionKv values = convert_values(a, launch);
   if (large_key_blocks(a)) {
     return launch_prefill<
-        PrefillTraits<__nv_fp8_e4m3, __nv_bfloat16, Out, 128, 128, 128, 176, 2, false>>(a, values,
+        PrefillTraits<__nv_fp8_e4m3, __nv_bfloat16, Out, 128, 128, 128, 160, 2, false>>(a, values,
                                                                                         launch);
   }
   launch_prefill<PrefillTraits<__nv_fp8_e4m3, __nv_bfloat16, Out, 128, 128, 128, 128, 2, false>>(

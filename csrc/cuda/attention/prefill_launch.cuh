@@ -14,12 +14,20 @@ namespace fastinfer::cuda {
 // Bytes of keys and values that the tiles in flight should share: half the L2 cache.
 constexpr int64_t kSectionBytes = 24 << 20;
 
-// Over many keys larger blocks win; over few their last one wastes more. How many a ragged batch
-// has depends on its longest sequence, and the size of blocks must not if bits may not.
+// Over many keys larger blocks win, and over few under a causal mask smaller ones, whose part that
+// nobody sees is smaller. How many a ragged batch has depends on its longest sequence, and the size
+// of blocks must not if bits may not. Pages fit into blocks of one size.
+inline bool has_key_count(const AttentionProblem& a) {
+  return !(a.batch_invariant && a.layout == AttentionLayout::kRagged);
+}
 inline bool large_key_blocks(const AttentionProblem& a) {
   constexpr int64_t kMany = 2048;
-  if (a.batch_invariant && a.layout == AttentionLayout::kRagged) return false;
-  return a.max_seqlen_k > kMany;
+  return has_key_count(a) && a.layout != AttentionLayout::kPaged && a.max_seqlen_k > kMany;
+}
+inline bool small_key_blocks(const AttentionProblem& a) {
+  constexpr int64_t kFew = 1024;
+  return has_key_count(a) && a.layout != AttentionLayout::kPaged && a.causal &&
+         a.max_seqlen_k <= kFew;
 }
 
 inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "../ptx/named_barrier.h"
 #include "../ptx/tma.h"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
@@ -43,11 +42,10 @@ struct Producer {
       if (!tile.valid) q_full.arrive();
     }
     if (leader && tile.valid) {
-      q_full.arrive_expect(p.tile_tokens * p.group * Traits::kHeadDim *
-                           sizeof(typename Traits::Element));
+      q_full.arrive_expect(p.tile_tokens * p.group * Traits::kKeySlabs * 128);
       const int outer = p.cu_seqlens_q != nullptr ? 0 : tile.sequence;
 #pragma unroll
-      for (int slab = 0; slab < Traits::kHeadDim / Traits::kKeySlab; ++slab) {
+      for (int slab = 0; slab < Traits::kKeySlabs; ++slab) {
         tma_load(shared.q[query.index] + slab * Traits::kM * Traits::kKeySlab, q_map, &q_full,
                  slab * Traits::kKeySlab, tile.kv_head * p.group,
                  tile.first_query + tile.token_begin, outer);
@@ -63,11 +61,11 @@ struct Producer {
       shared.k_empty[i].wait(stage.phase ^ 1);
       if (leader) shared.k_full[i].arrive_expect(sizeof(shared.k[0]));
       __syncwarp();
-      copy_keys<Traits::kHeadDim>(k_map, shared.k[i], &shared.k_full[i], tile, place);
+      copy_keys<Traits::kKeySlabs>(k_map, shared.k[i], &shared.k_full[i], tile, place);
       shared.v_empty[i].wait(stage.phase ^ 1);
       if (leader) shared.v_full[i].arrive_expect(sizeof(shared.v[0]));
       __syncwarp();
-      copy_keys<Traits::kValueDim>(v_map, shared.v[i], &shared.v_full[i], tile, place);
+      copy_keys<Traits::kValueSlabs>(v_map, shared.v[i], &shared.v_full[i], tile, place);
       stage.next();
     }
   }
@@ -96,13 +94,13 @@ struct Producer {
     return {row, key - entry * p.block_size, block};
   }
 
-  template <int kDim, class T>
+  template <int kSlabs, class T>
   __device__ void copy_keys(const CUtensorMap* map, T* to, Mbarrier* full, const PrefillTile& tile,
                             const Place& place) {
     constexpr int kSlab = 128 / sizeof(T);
     if (place.row < 0) return;
 #pragma unroll
-    for (int slab = 0; slab < kDim / kSlab; ++slab) {
+    for (int slab = 0; slab < kSlabs; ++slab) {
       tma_load(to + (slab * Traits::kN + place.row) * kSlab, map, full, slab * kSlab, place.token,
                tile.kv_head, place.outer);
     }
@@ -116,8 +114,8 @@ struct Producer {
       // Asked for early: the answer takes a while.
       uint32_t taken = 0;
       if (threadIdx.x == 0 && tile.valid) taken = atomicAdd(p.tiles_taken, 1);
-      copy(tile);
       if (!tile.valid) break;
+      copy(tile);
       index = int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0);
     }
     run_failed();
@@ -125,7 +123,11 @@ struct Producer {
 
   // Once more, carefully, the tiles that failed.
   __device__ void run_failed() {
-    named_barrier_sync(kDrained, 32 + 128 * Traits::kConsumers);
+    // The consumers give back what stands for the end when they are done with all tiles before it.
+    auto& drained = shared.q_empty[query.index];
+    const uint32_t phase = query.phase;
+    copy({});
+    drained.wait(phase);
     if (threadIdx.x == 0) {
       for (int i = 0; i <= Traits::kQueryStages; ++i) collect(i);
     }

@@ -14,9 +14,6 @@ namespace fastinfer::cuda {
 
 using namespace ptx;
 
-// Named barriers: 1 and on are the consumers' turns, then one for each consumer alone.
-constexpr int kDrained = 8;
-
 // Element: of queries and keys. Value: of values and probabilities, 16 bits.
 template <class Element_, class Value_, class Out_, int kHeadDim_, int kValueDim_, int kM_, int kN_,
           int kQueryStages_, bool kSoftcap_>
@@ -42,14 +39,16 @@ struct PrefillTraits {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
-  // Matrices are stored as slabs of rows of 128 bytes, one after the other.
+  // Matrices are stored as slabs of rows of 128 bytes, one after the other. The last may hold more
+  // columns than are multiplied.
   static constexpr int kKeySlab = 128 / sizeof(Element);
   static constexpr int kValueSlab = 128 / sizeof(Value);
+  static constexpr int kKeySlabs = (kHeadDim + kKeySlab - 1) / kKeySlab;
+  static constexpr int kValueSlabs = (kValueDim + kValueSlab - 1) / kValueSlab;
 
   static_assert(kM % 64 == 0 && (kConsumers == 2 || kConsumers == 3));
-  static_assert(2 * kConsumers < kDrained, "each has two barriers");
   static_assert(kN % 16 == 0, "P's registers are A operands of 16 keys");
-  static_assert(kHeadDim % kKeySlab == 0 && kValueDim % kValueSlab == 0);
+  static_assert(kHeadDim % (32 / int{sizeof(Element)}) == 0 && kValueDim % 32 == 0);
   static_assert(kHeadDim <= 256 && kValueDim <= 256, "wgmma's largest N");
 };
 
@@ -57,9 +56,11 @@ template <class Traits>
 struct PrefillShared {
   using Element = typename Traits::Element;
   using Value = typename Traits::Value;
-  alignas(1024) Element q[Traits::kQueryStages][Traits::kM * Traits::kHeadDim];
-  alignas(1024) Element k[Traits::kStages][Traits::kN * Traits::kHeadDim];
-  alignas(1024) Value v[Traits::kStages][Traits::kN * Traits::kValueDim];
+  static constexpr int kKeyColumns = Traits::kKeySlabs * Traits::kKeySlab;
+  static constexpr int kValueColumns = Traits::kValueSlabs * Traits::kValueSlab;
+  alignas(1024) Element q[Traits::kQueryStages][Traits::kM * kKeyColumns];
+  alignas(1024) Element k[Traits::kStages][Traits::kN * kKeyColumns];
+  alignas(1024) Value v[Traits::kStages][Traits::kN * kValueColumns];
   // What each Q belongs to, and what the one before them belonged to: rows are finished after Q.
   PrefillTile tiles[Traits::kQueryStages + 1];
   int32_t failed[Traits::kQueryStages + 1];  // whether some of its rows are to be computed again

@@ -5,11 +5,16 @@
 
 namespace fastinfer::cuda::ptx {
 
-// Two e4m3 numbers, in the lower half of `bytes`, as fp16, exactly.
-__device__ inline uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
-  return pair;
+// Four e4m3 numbers as two pairs of fp16, exactly.
+__device__ inline void e4m3x4_to_f16x4(uint32_t bytes, uint32_t& first, uint32_t& second) {
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}\n"
+      : "=r"(first), "=r"(second)
+      : "r"(bytes));
 }
 
 template <bool kBf16>

@@ -71,9 +71,11 @@ struct Wgmma;
 #define FI_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define FI_NAMES_64 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3
 #define FI_NAMES_80 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4
+#define FI_NAMES_96 FI_NAMES_80 ", " FI_REGS_5
 #define FI_NAMES_128                                                                   \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
             ", " FI_REGS_6 ", " FI_REGS_7
+#define FI_NAMES_160 FI_NAMES_128 ", " FI_REGS_8 ", " FI_REGS_9
 #define FI_NAMES_176                                                                   \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
             ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10
@@ -88,7 +90,9 @@ struct Wgmma;
 #define FI_D32(i) FI_D8(i), FI_D8(i + 8), FI_D8(i + 16), FI_D8(i + 24)
 #define FI_OPERANDS_64 FI_D32(0)
 #define FI_OPERANDS_80 FI_D32(0), FI_D8(32)
+#define FI_OPERANDS_96 FI_D32(0), FI_D8(32), FI_D8(40)
 #define FI_OPERANDS_128 FI_D32(0), FI_D32(32)
+#define FI_OPERANDS_160 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72)
 #define FI_OPERANDS_176 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72), FI_D8(80)
 #define FI_OPERANDS_256 FI_D32(0), FI_D32(32), FI_D32(64), FI_D32(96)
 
@@ -127,6 +131,7 @@ struct Wgmma;
 
 FI_WGMMA_16BIT(64, 32, 33, 34, 35, 36, 37)
 FI_WGMMA_16BIT(80, 40, 41, 42, 43, 44, 45)
+FI_WGMMA_16BIT(96, 48, 49, 50, 51, 52, 53)
 FI_WGMMA_16BIT(128, 64, 65, 66, 67, 68, 69)
 FI_WGMMA_16BIT(176, 88, 89, 90, 91, 92, 93)
 FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
@@ -138,6 +143,6 @@ FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
   };
 
 FI_WGMMA_E4M3(128, 64, 65, 66)
-FI_WGMMA_E4M3(176, 88, 89, 90)
+FI_WGMMA_E4M3(160, 80, 81, 82)
 
 }  // namespace fastinfer::cuda::ptx
