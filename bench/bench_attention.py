@@ -177,7 +177,7 @@ def cudnn(q, k, v, causal):
 TOKENS = [(16, 1024), (4, 4096), (1, 16384)]
 PREFILL = [
     (*tokens, *heads)
-    for heads in [(32, 8, 128), (32, 32, 128), (32, 8, 64), (16, 8, 256)]
+    for heads in [(32, 8, 128), (32, 32, 128), (32, 8, 64), (32, 32, 96), (16, 8, 256)]
     for tokens in TOKENS
 ]
 
@@ -235,20 +235,36 @@ DECODE = [
       for block in [16, 128]),
     *((kv, "16x32768", 16, 8) for kv in ["bf16", "int8kv", "fp8kv"]),
     ("bf16", "64x8192", 16, 16),
+    *(("bf16", load, 16, 1) for load in ["random64", "random256"]),
 ]  # fmt: skip
+# What it costs that no bit depends on the rest of a batch.
+INVARIANT = [
+    (kv, load, 16, 1)
+    for kv in ["bf16", "int8kv"]
+    for load in ["64x8192", "16x32768", "1x131072", "random64"]
+]
 
 
-@pytest.mark.parametrize(("kv", "load", "block", "queries"), DECODE)
-def test_decode_on_a_gpu(record, gpu, kv, load, block, queries):
+def lengths_of(load: str) -> list[int]:
+    """`2x100+3x50`, or `random64`: so many lengths from 200 to 9000."""
+    if load.startswith("random"):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(200, 9001, (int(load[6:]),), generator=generator).tolist()
+    parts = (part.split("x") for part in load.split("+"))
+    return [int(length) for count, length in parts for _ in range(int(count))]
+
+
+@pytest.mark.parametrize(
+    ("kv", "load", "block", "queries", "invariant"),
+    [(*case, False) for case in DECODE] + [(*case, True) for case in INVARIANT],
+)
+def test_decode_on_a_gpu(record, gpu, kv, load, block, queries, invariant):
     """With the plan made before, as for all layers of a step."""
     h, hk, d = 32, 8, 128
     storage = {"int8kv": torch.int8, "fp8kv": torch.float8_e4m3fn}.get(kv, torch.bfloat16)
-    lengths = []
-    for part in load.split("+"):
-        count, length = map(int, part.split("x"))
-        lengths += [length] * count
+    lengths = lengths_of(load)
     batch, longest = len(lengths), max(lengths)
-    counts = [length // block for length in lengths]
+    counts = [-(-length // block) for length in lengths]
     blocks = sum(counts)
     cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * queries
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
@@ -260,6 +276,7 @@ def test_decode_on_a_gpu(record, gpu, kv, load, block, queries):
         num_kv_heads=hk,
         max_seqlen_q=queries,
         max_seqlen_k=longest,
+        batch_invariant=invariant,
     )
 
     def make():
@@ -286,11 +303,12 @@ def test_decode_on_a_gpu(record, gpu, kv, load, block, queries):
             k_scale=k_scale,
             v_scale=v_scale,
             plan=plan,
+            batch_invariant=invariant,
         )
 
     record(
         Case(
-            name=f"paged_attention/{kv}/{load}/b{block}/q{queries}",
+            name=f"paged_attention/{kv}/{load}/b{block}/q{queries}{'/invariant' * invariant}",
             make=make,
             run=run,
             bytes_moved=2 * sum(lengths) * hk * (d * storage.itemsize + 4 * kv.endswith("kv")),

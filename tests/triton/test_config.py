@@ -146,7 +146,7 @@ def test_rotary(heads: int, rotary_dim: int) -> None:
 def test_append(rows: int, dims: tuple[int, int]) -> None:
     config = append_config(rows, *dims)
     assert config.k_block >= dims[0] and config.v_block >= dims[1]
-    assert power_of_two(config.rows) and config.rows * max(config.k_block, config.v_block) <= 1024
+    assert power_of_two(config.rows) and config.rows * max(config.k_block, config.v_block) <= 2048
 
 
 @pytest.mark.parametrize("vocab", [1, 100, 2048, 2049, 50257, 128256, 262144, 2**31 - 1])
