@@ -4,10 +4,11 @@
 // A plan is an int32 tensor [rows, 8]. Rows 0 and 1 are the header, the next `num_items` rows are
 // work items, the rest is zero:
 //
-//   row 0   magic, num_items, num_partial_rows, num_sequences, total_q, num_heads, num_kv_heads,
-//   batch_invariant row 1   max_seqlen_q, max_seqlen_k, window_left, window_right (0 when causal),
-//   lengths digest (low, high), 0, 0 item    sequence, q_begin, q_count, k_begin, k_end,
-//   partial_row, split, num_splits
+//   row 0: magic, num_items, num_partial_rows, num_sequences, total_q, num_heads, num_kv_heads,
+//     batch_invariant
+//   row 1: max_seqlen_q, max_seqlen_k, window_left, window_right (0 when causal), lengths digest
+//     (low, high), and on a GPU the number of wide items and of tiles that are cut
+//   item: sequence, q_begin, q_count, k_begin, k_end, partial_row, split, num_splits
 //
 // An item is `q_count` query tokens of one sequence, from its token `q_begin` on, against its keys
 // [k_begin, k_end), for every KV head. The key range covers what the tokens can see and may be

@@ -47,7 +47,7 @@ def test_tree_of_65_tokens_is_refused(backend: Backend) -> None:
 COUNTS, LENGTHS = [70, 300, 33], [250, 300, 101]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_bits_do_not_depend_on_what_a_page_holds_beyond_its_sequence(
     backend: Backend, head_dim: int
 ) -> None:

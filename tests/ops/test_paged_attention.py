@@ -11,6 +11,7 @@ from tests import reference
 from tests.conftest import Backend
 from tests.helpers import (
     DTYPES,
+    HALF_DTYPES,
     Pages,
     assert_accurate,
     assert_bit_equal,
@@ -44,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "not_causal": {"causal": False},
     "scale": {"scale": 0.37},
+    "negative_scale": {"scale": -0.37},
+    "no_scale": {"scale": 0.0},
     "left": {"window_left": 3},
     "both": {"causal": False, "window_left": 4, "window_right": 1},
     "self": {"window_left": 0},
@@ -151,6 +154,52 @@ def test_head_sizes(
     out, lse = backend.ops.paged_attention(*args, **options)
     assert out.shape == (7, 4, value_dim) and lse.shape == (4, 7)
     check((out, lse), args, options)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("storage", ["float", "int8", "fp8", "int8_static"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_long_chunks_beside_decoding_sequences(
+    backend: Backend, dtype: torch.dtype, storage: str, option: str
+) -> None:
+    counts, lengths = [1, 150, 0, 40, 3, 9], [400, 700, 5, 40, 90, 333]
+    if backend.interpreted:
+        counts, lengths = [1, 40, 3], [90, 70, 20]
+    args, pool, maxima = step(
+        backend, counts, lengths, dtype, heads=8, head_dim=64, **STORAGES[storage]
+    )
+    options = {**prepared(OPTIONS[option], 8, backend.device), **maxima, **pool.scales}
+    out, lse = backend.ops.paged_attention(*args, **options)
+    check((out, lse), args, options)
+    planned = {
+        name: value
+        for name, value in options.items()
+        if name in ("causal", "window_left", "window_right", "batch_invariant", *maxima)
+    }
+    plan = backend.ops.plan_attention(
+        *args[4:], total_q=sum(counts), num_heads=8, num_kv_heads=2, **planned
+    )
+    assert_same_results(backend.ops.paged_attention(*args, **options, plan=plan), (out, lse))
+
+
+@pytest.mark.parametrize("magnitude", [11008.0, 20096.0, 30080.0])
+@pytest.mark.parametrize("storage", ["float", "int8", "fp8"])
+def test_enormous_scores(backend: Backend, magnitude: float, storage: str) -> None:
+    """The exponent of the highest score is 0, however large the score."""
+    if backend.name == "triton" and not backend.interpreted:
+        pytest.skip("scale and base in one multiply-add: their rounding shows beyond 2^22")
+    args, pool, maxima = step(backend, [1], [3], torch.bfloat16, head_dim=128, **STORAGES[storage])
+    args[0].fill_(magnitude)
+    used = args[3][0, 0]
+    if storage == "float":
+        pool.k_cache[used, :, :3] = magnitude
+        pool.k_cache[used, :, 1] /= 2
+    else:
+        pool.k_cache[used, :, :3] = torch.tensor(100.0).to(pool.k_cache.dtype)
+        pool.scales["k_scale"][used, :, :3] = magnitude / 100.0
+        pool.scales["k_scale"][used, :, 1] /= 2
+    options = {**maxima, **pool.scales}
+    check(backend.ops.paged_attention(*args, **options), args, options)
 
 
 @by_dtype

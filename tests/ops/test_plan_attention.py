@@ -176,7 +176,7 @@ def test_a_plan_that_cuts_sequences_writes_where_it_may(
     )
 
 
-@pytest.mark.parametrize("count", [64, 200, 700])
+@pytest.mark.parametrize("count", [64, 200, 700, 2048])
 def test_a_plan_loads_the_multiprocessors_evenly(backend: Backend, count: int) -> None:
     """The decode kernel takes units, which are an item for one KV head, in a fixed stride."""
     if backend.name != "cuda":

@@ -100,9 +100,10 @@ void plan_attention_out(const Tensor& cu_seqlens_q, const Tensor& seq_lens, int6
                                batch_invariant, out);
 }
 
-// Decode and verification: the narrow sequences of a step.
-void run_narrow(const AttentionProblem& p, const Tensor& q, const std::optional<Tensor>& plan,
-                const std::optional<Tensor>& workspace, int32_t device) {
+// The items of a plan: decode and verification, which are the narrow sequences of a step, and if
+// asked for the wide ones.
+void run_items(const AttentionProblem& p, const Tensor& q, const std::optional<Tensor>& plan,
+               const std::optional<Tensor>& workspace, bool wide, int32_t device) {
   const cudaStream_t stream = current_stream(p.op, device);
   // A given plan is not read here: it may have been made for other options, and cut sequences.
   const bool never_cut = p.batch_invariant && !plan.has_value();
@@ -122,7 +123,8 @@ void run_narrow(const AttentionProblem& p, const Tensor& q, const std::optional<
     }
     scratch = static_cast<float*>((workspace.has_value() ? *workspace : *allocated).data_ptr());
   }
-  run_decode(p, items, plan_tensor.size(0), scratch, device, stream);
+  run_decode(p, items, plan_tensor.size(0), scratch, false, device, stream);
+  if (wide) run_decode(p, items, plan_tensor.size(0), scratch, true, device, stream);
   if (partial_rows > 0) run_split_merge(p, items, plan_tensor.size(0), scratch, device, stream);
 }
 
@@ -151,12 +153,14 @@ void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v
     // With batch_invariant a step of narrow sequences goes where it would beside wide ones.
     const AttentionTiles tiles =
         choose_attention_tiles(p.max_seqlen_q, p.num_heads / p.num_kv_heads, p.batch_invariant);
+    const bool has_wide = tiles.wide > 0;
+    const bool by_prefill = prefill_supports(p, num_sms(op, device));
     if (decode_supports(p) && (plan.has_value() || plan_supports(p)) &&
-        ((tiles.wide == 0 && !p.batch_invariant) || prefill_supports(p, num_sms(op, device)))) {
+        ((!has_wide && !p.batch_invariant) || by_prefill || decode_supports_wide(p))) {
       const DeviceGuard guard(op, device);
-      run_narrow(p, q, plan, workspace, device);
+      run_items(p, q, plan, workspace, has_wide && !by_prefill, device);
       // A plan may cut wide items as well. What merging them has made is overwritten here.
-      if (tiles.wide > 0) launch_prefill(p, q, device, tiles.narrow_rows);
+      if (has_wide && by_prefill) launch_prefill(p, q, device, tiles.narrow_rows);
       return;
     }
   }

@@ -13,6 +13,7 @@ constexpr int64_t kChunkBytes = 16;  // of one copy to shared memory
 constexpr int64_t kMaxDim = 256;
 constexpr int64_t kMaxTokenStride = int64_t{1} << 29;  // elements; in bytes it fits 32 bits
 constexpr int64_t kMaxWindow = int64_t{1} << 29;  // beyond any length; sums with it fit 32 bits
+constexpr int64_t kMostRows = 64;                 // of a unit
 
 int64_t element_bytes(ScalarType dtype) {
   return dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
@@ -70,8 +71,14 @@ bool decode_supports(const AttentionProblem& p) {
          pages_supported(p.k, p.head_dim) && pages_supported(p.v, p.value_dim);
 }
 
+// Over 16-bit pages the prefill kernel is faster, and so is the portable one.
+bool decode_supports_wide(const AttentionProblem& p) {
+  return decode_supports(p) && element_bytes(p.k.dtype) == 1 &&
+         p.num_heads / p.num_kv_heads <= kMostRows;
+}
+
 void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_rows, float* workspace,
-                int32_t device_index, cudaStream_t stream) {
+                bool wide, int32_t device_index, cudaStream_t stream) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const AttentionTiles tiles = choose_attention_tiles(p.max_seqlen_q, group, p.batch_invariant);
   const int64_t partial_rows = plan_partial_rows(p.total_q, p.max_seqlen_k);
@@ -105,16 +112,21 @@ void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_row
   params.block_size = static_cast<int>(p.block_size);
   const auto block_size = static_cast<unsigned>(p.block_size);
   params.block_shift = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
+  const int64_t rows = wide ? kMostRows : tiles.narrow_rows;
+  const int64_t unit_tokens = wide ? kMostRows / group : tiles.narrow;
+  const int64_t parts = wide ? (tiles.wide + unit_tokens - 1) / unit_tokens : 1;
+  params.wide = wide;
+  params.unit_tokens = static_cast<int>(unit_tokens);
+  params.parts = static_cast<int>(parts);
   params.window_left = static_cast<int>(std::min(p.window_left, kMaxWindow));
   params.window_right = static_cast<int>(std::min(p.window_right, kMaxWindow));
   params.scale = p.scale;
   params.softcap = p.softcap;
   params.is_bf16 = p.dtype == ScalarType::BFloat16;
 
-  const DecodeShape shape =
-      choose_shape(static_cast<int>(tiles.narrow_rows), p.head_dim, p.value_dim);
+  const DecodeShape shape = choose_shape(static_cast<int>(rows), p.head_dim, p.value_dim);
   // Never more blocks than there can be units.
-  const int64_t most_units = (plan_rows - kPlanHeaderRows) * p.num_kv_heads;
+  const int64_t most_units = (plan_rows - kPlanHeaderRows) * parts * p.num_kv_heads;
   const int64_t blocks = std::min<int64_t>(num_sms(p.op, device_index), most_units);
   if (blocks <= 0) return;
   FI_CUDA_CHECK(choose_launcher(p)(shape, params, static_cast<int>(blocks), device_index, stream),

@@ -1,5 +1,5 @@
 // Attention of few query rows over a paged cache, as in decoding and in verifying a draft: the
-// narrow items of a plan.
+// narrow items of a plan; and, in parts, the wide ones that the prefill kernel does not take.
 //
 // A persistent block takes units (an item for one KV head) in a fixed stride. The rows of a unit
 // are its query tokens times the heads that share the KV head, so that keys and values are read
@@ -30,7 +30,9 @@ constexpr float kInfinity = __builtin_huge_valf();
 // Scores may exceed what is subtracted from them by so much, in base 2, before a row is rescaled:
 // probabilities stay far from the largest fp16 number, and few tiles have work for it.
 constexpr float kSlack = 6.0f;
-constexpr int kByteExponent = 135;  // 2^(135 - 126 + kSlack) is within fp16
+constexpr int kByteExponent = 135;  // 2^(135 - 126 + kSlack) and a little more is within fp16
+// Up to here the rounding of a base hardly changes a probability; beyond, scores are rounded alike.
+constexpr float kExactBase = 0x1p18f;
 
 __device__ inline float read_16bit(uint16_t bits, bool is_bf16) {
   return is_bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
@@ -131,17 +133,17 @@ __device__ inline void prepare_rows(const DecodeParams& p, DecodeSmem<T>& smem,
       }
       *reinterpret_cast<uint16_t*>(smem.q + query_offset<T>(row, e * 32 + lane)) = element;
     }
-    float start = 0.0f, unit = 1.0f;
+    float start = 0.0f, key_unit = 1.0f;
     if constexpr (T::kKFormat == KvFormat::kInt8) {
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
       start = -kKeyOffset * kKeyUnit * sum;
-      unit = kKeyUnit;
+      key_unit = kKeyUnit;
     }
     if (lane == 0) {
       // Not 0, whatever underflows: 0 times a hidden score, -inf, would be NaN.
-      const float row_factor = factor * power_of_two(exponent) / unit;
-      smem.rows[row].factor = row_factor < FLT_MIN ? FLT_MIN : row_factor;
+      const float row_factor = factor * power_of_two(exponent) / key_unit;
+      smem.rows[row].factor = row_factor == 0.0f ? FLT_MIN : row_factor;
       smem.rows[row].start = start;
     }
   }
@@ -169,7 +171,7 @@ __device__ inline bool is_visible(const DecodeParams& p, const DecodeUnit& unit,
 template <class T>
 struct DecodeState {
   float acc[T::kRowTiles][T::kValueTiles][4];
-  float base[T::kRowTiles][2];   // subtracted from scores: within kSlack of the highest, or above
+  float base[T::kRowTiles][2];   // subtracted from scores: the highest so far, or kSlack less
   float total[T::kRowTiles][2];  // this lane's share of the sum
   // Byte values: acc is divided by 2^(exponent - kByteExponent), so that the probabilities, times
   // the values' scales, fill the range of fp16. Scales seen so far are below 2^(exponent - 126).
@@ -327,6 +329,14 @@ __device__ inline void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, con
       }
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2)) * factors[i][h];
+      if (fabsf(highest) > kExactBase) {
+#pragma unroll
+        for (int n = 0; n < T::kKeyTiles; ++n) {
+          s[i][n][2 * h] *= factors[i][h];
+          s[i][n][2 * h + 1] *= factors[i][h];
+        }
+        factors[i][h] = 1.0f;
+      }
       const float before = state.base[i][h];
       const bool grows = highest > before + kSlack;
       if (grows) state.base[i][h] = highest;
@@ -457,8 +467,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   {
-    const int first_item = p.plan[14], block = blockIdx.x, blocks = gridDim.x;
-    const int num_units = (p.plan[1] - first_item) * p.num_kv_heads;
+    const int num_wide = p.plan[14], block = blockIdx.x, blocks = gridDim.x;
+    const int first_item = p.wide ? 0 : num_wide;
+    const int num_items = p.wide ? num_wide : p.plan[1] - num_wide;
+    const int num_units = num_items * p.parts * p.num_kv_heads;
     if (block >= num_units) return;
     const int count = (num_units - 1 - block) / blocks + 1;
     if (threadIdx.x == 0) {

@@ -1,4 +1,4 @@
-// The decode kernel for the op that calls it: attention of a plan's narrow items.
+// The decode kernel for the op that calls it: attention of a plan's narrow items, or of wide ones.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,12 +7,14 @@
 
 namespace fastinfer::cuda {
 
-// Whether the kernel takes the problem. It depends on shapes, strides and alignment alone.
+// Whether the kernel takes the problem's narrow items, and whether it takes the wide ones. It
+// depends on shapes, strides and alignment alone.
 bool decode_supports(const AttentionProblem& p);
+bool decode_supports_wide(const AttentionProblem& p);
 
-// Attends to the narrow items of a plan, on the current device. What the plan cut goes to the
-// workspace (plan_workspace_floats) and is left to run_split_merge.
+// Attends to the wide or to the narrow items of a plan, on the current device. What the plan cut
+// goes to the workspace (plan_workspace_floats) and is left to run_split_merge.
 void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_rows, float* workspace,
-                int32_t device_index, cudaStream_t stream);
+                bool wide, int32_t device_index, cudaStream_t stream);
 
 }  // namespace fastinfer::cuda

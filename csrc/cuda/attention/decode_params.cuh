@@ -36,6 +36,8 @@ struct DecodeParams {
   int64_t q_token, q_head, out_token, out_head, lse_head, table_sequence, table_block;
   int num_heads, num_kv_heads, group, head_dim, value_dim;
   int block_size, block_shift;    // block_size == 1 << block_shift, or block_shift < 0
+  bool wide;                      // which of the plan's items: wide ones or narrow ones
+  int unit_tokens, parts;         // of a unit, at most; units of an item for one KV head
   int window_left, window_right;  // -1: none
   float scale, softcap;
   bool is_bf16;  // q and out

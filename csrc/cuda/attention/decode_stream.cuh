@@ -8,22 +8,25 @@
 
 namespace fastinfer::cuda {
 
-// Unit `index` of the plan's narrow items: item index / Hk, KV head index % Hk.
+// Unit `index` of the items from `first_item` on: by item, then by part, then by KV head. The last
+// parts of an item may have no tokens, and then no keys.
 __device__ inline DecodeUnit read_unit(const DecodeParams& p, int first_item, int index) {
   DecodeUnit unit;
-  unit.kv_head = index % p.num_kv_heads;
+  const int part_of_item = index / p.num_kv_heads;
+  unit.kv_head = index - part_of_item * p.num_kv_heads;
   unit.k = p.k.data + unit.kv_head * p.k.head;
   unit.v = p.v.data + unit.kv_head * p.v.head;
   unit.k_scale = p.k.scale + unit.kv_head * p.k.scale_head;
   unit.v_scale = p.v.scale + unit.kv_head * p.v.scale_head;
-  const int64_t row = kPlanHeaderRows + first_item + index / p.num_kv_heads;
+  const int64_t row = kPlanHeaderRows + first_item + part_of_item / p.parts;
   const int32_t* item = p.plan + row * kPlanColumns;
   const int sequence = item[0];
   unit.pages = p.block_table + sequence * p.table_sequence;
-  unit.token_begin = item[1];
-  unit.token_count = item[2];
+  const int skipped = part_of_item % p.parts * p.unit_tokens;  // of the item's tokens
+  unit.token_begin = item[1] + skipped;
+  unit.token_count = min(item[2] - skipped, p.unit_tokens);
   const int key_begin = item[3], key_end = item[4];
-  unit.partial_row = item[5];
+  unit.partial_row = item[5] < 0 ? -1 : item[5] + skipped;
   const int keys = p.seq_lens[sequence];
   unit.first_token = p.cu_seqlens_q[sequence];
   const int queries = p.cu_seqlens_q[sequence + 1] - unit.first_token;
@@ -46,7 +49,9 @@ __device__ inline DecodeUnit read_unit(const DecodeParams& p, int first_item, in
     all_high = min(all_high, first_position + p.window_right + 1);
   }
   unit.low = max(low, 0);
-  unit.high = max(high, unit.low);
+  unit.high = high;
+  // Nothing to see must be no tile either: a table has no entry beyond its sequence.
+  if (unit.token_count <= 0 || unit.low >= high) unit.low = unit.high = 0;
   unit.all_low = max(all_low, unit.low);
   unit.all_high = min(all_high, unit.high);
   return unit;

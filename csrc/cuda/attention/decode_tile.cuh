@@ -16,7 +16,7 @@
 
 namespace fastinfer::cuda {
 
-// What an int8 key's elements have too much, and what they are divided by.
+// What an int8 key's elements have too much, and what they are then multiplied by.
 constexpr float kKeyOffset = 128.0f, kKeyUnit = 0x1p-24f;
 
 // Four bytes of a key as two pairs of fp16: bytes 0, 1 and 2, 3.

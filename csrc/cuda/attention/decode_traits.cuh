@@ -30,13 +30,13 @@ __device__ inline uint32_t chunk_address(uint32_t first, int chunk) {
   return (first ^ (chunk & 7) * 16) + (chunk & ~7) * 16;
 }
 
-// One piece of work: a plan's item for one KV head.
+// One piece of work: a plan's item, or some tokens of it, for one KV head.
 struct DecodeUnit {
   const unsigned char *k, *v;      // the pages, at the unit's head
   const float *k_scale, *v_scale;  // likewise
   const int32_t* pages;            // the sequence's row of the block table
   int kv_head;
-  int first_token, token_begin, token_count;  // of the item, after the sequence's first token
+  int first_token, token_begin, token_count;  // of the sequence; of the unit, counted from it
   int partial_row;                            // -1: the result is final
   int step_begin;                             // position of the step's first token, may be < 0
   int low, high;                              // keys that some row sees
@@ -49,7 +49,8 @@ struct DecodeRow {
   unsigned long long tree;  // bit j: it sees token j of its step
   int64_t out_at;           // element of out, or of partial_out
   int64_t lse_at;
-  // Its scores are factor * (start + q k): the softmax scale, and what q and k were divided by.
+  // Its scores, before a softcap's tanh, are factor * (start + q k): the softmax scale and what
+  // makes up for the powers of 2 in q and k.
   float factor, start;
   int head;  // -1: no such row
 };
@@ -108,9 +109,9 @@ struct DecodeSmem {
     float parts[T::kKeyGroups][T::kRows][T::kSlicePitch];  // when all warps are done with q
   };
   float scales[T::kKeyGroups][T::kStages][2][T::kKeys];  // of keys, of values
-  float2 stats[T::kKeyGroups][T::kRows];                 // maximum (base 2) and sum of each row
+  float2 stats[T::kKeyGroups][T::kRows];  // base (of exponents of 2) and sum of each row
   DecodeRow rows[T::kRows];
-  int first_item;       // of the plan's narrow ones
+  int first_item;       // of the plan
   int num_units;        // of this block
   DecodeUnit units[4];  // ring: the present one, two that follow, and one that is being read
 };

@@ -60,12 +60,13 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
   const int group_index = uniform(threadIdx.x / 128) - 1;  // of the consumer warpgroups
   const ThreadRows mine(p, group_index * 64 + threadIdx.x / 32 % 4 * 16);
   const bool signals = mine.lane == 0;
-  // What all lanes have read of a tile, and of the one before, may be overwritten.
+  // All lanes are done with this tile's Q, and with what there is to know about the tile before.
   const auto give_back = [signals](Mbarrier& empty) {
     __syncwarp();
     if (signals) empty.arrive();
   };
-  // Turns: barrier 1 + i lets warpgroup i issue its products.
+  // Named barriers: 1 + i lets warpgroup i issue its products; the next kConsumers are each one's
+  // own.
   const int my_turn = 1 + group_index;
   const int next_turn = 1 + (group_index + 1) % Traits::kConsumers;
   if (group_index == Traits::kConsumers - 1) named_barrier_arrive(next_turn, 256);

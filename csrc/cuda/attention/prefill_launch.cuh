@@ -17,17 +17,17 @@ constexpr int64_t kSectionBytes = 24 << 20;
 // Over many keys larger blocks win, and over few under a causal mask smaller ones, whose part that
 // nobody sees is smaller. How many a ragged batch has depends on its longest sequence, and the size
 // of blocks must not if bits may not. Pages fit into blocks of one size.
-inline bool has_key_count(const AttentionProblem& a) {
-  return !(a.batch_invariant && a.layout == AttentionLayout::kRagged);
+inline bool may_choose_key_blocks(const AttentionProblem& a) {
+  if (a.layout == AttentionLayout::kRagged) return !a.batch_invariant;
+  return a.layout == AttentionLayout::kDense;
 }
 inline bool large_key_blocks(const AttentionProblem& a) {
   constexpr int64_t kMany = 2048;
-  return has_key_count(a) && a.layout != AttentionLayout::kPaged && a.max_seqlen_k > kMany;
+  return may_choose_key_blocks(a) && a.max_seqlen_k > kMany;
 }
 inline bool small_key_blocks(const AttentionProblem& a) {
   constexpr int64_t kFew = 1024;
-  return has_key_count(a) && a.layout != AttentionLayout::kPaged && a.causal &&
-         a.max_seqlen_k <= kFew;
+  return may_choose_key_blocks(a) && a.causal && a.max_seqlen_k <= kFew;
 }
 
 inline PrefillParams prefill_params(const AttentionProblem& a, int tile_rows) {

@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kQkvMostWarps * 32, kQkvResidentWarps<kLanes> 
       write_row<kQuantized, T>(p, p.pages[this_kind - kKeys], slot, this_head, part, x);
     }
   }
+  ptx::cp_async_wait<0>();  // nothing may arrive when the block is gone
 }
 
 }  // namespace fastinfer::cuda

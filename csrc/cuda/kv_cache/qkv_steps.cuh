@@ -51,7 +51,7 @@ struct QkNormRopeAppendParams {
 
 // Vectors of a thread, `lanes` apart.
 constexpr int kQkvVectors = 4;
-// Warps of a block where tokens are many, and where they are so few that all have a block at once.
+// Warps of a block where tokens are many, and where they are so few that the GPU is not full.
 constexpr int kQkvWarps = 3;
 constexpr int kQkvMostWarps = 6;
 constexpr int64_t kQkvFewTokens = 512;
