@@ -153,10 +153,10 @@ void paged_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v
     // With batch_invariant a step of narrow sequences goes where it would beside wide ones.
     const AttentionTiles tiles =
         choose_attention_tiles(p.max_seqlen_q, p.num_heads / p.num_kv_heads, p.batch_invariant);
-    const bool has_wide = tiles.wide > 0;
-    const bool by_prefill = prefill_supports(p, num_sms(op, device));
+    const bool has_wide = tiles.wide > 0, wide_matters = has_wide || p.batch_invariant;
+    const bool by_prefill = wide_matters && prefill_supports(p, num_sms(op, device));
     if (decode_supports(p) && (plan.has_value() || plan_supports(p)) &&
-        ((!has_wide && !p.batch_invariant) || by_prefill || decode_supports_wide(p))) {
+        (!wide_matters || by_prefill || decode_supports_wide(p))) {
       const DeviceGuard guard(op, device);
       run_items(p, q, plan, workspace, has_wide && !by_prefill, device);
       // A plan may cut wide items as well. What merging them has made is overwritten here.
