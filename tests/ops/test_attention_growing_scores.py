@@ -112,6 +112,24 @@ def test_values_near_the_largest_number(backend: Backend, by: float) -> None:
     check((out * 2.0**-118, lse), [q, k, v * 2.0**-118])
 
 
+@pytest.mark.parametrize("magnitude", [11008.0, 20096.0, 30080.0])
+@pytest.mark.parametrize("at", [0, 200, 399])
+def test_enormous_scores(backend: Backend, magnitude: float, at: int) -> None:
+    """The exponent of the highest score is 0, however large the score."""
+    if backend.name == "triton" and not backend.interpreted:
+        pytest.skip("scale and base in one multiply-add: their rounding shows beyond 2^22")
+    sq, sk = sizes(backend)
+    at = min(at, sk - 1)
+    q, k, v = qkv(torch.bfloat16, sq, sk, head_dim=128, device=backend.device)
+    q[:, 3:7], k[:, at] = magnitude, magnitude
+    out, lse = backend.ops.flash_attention(q, k, v)
+    wanted, wanted_lse = reference.flash_attention(q, k, v)
+    plain, _ = reference.flash_attention(q, k, v, dtype=torch.bfloat16)
+    assert_accurate(out, wanted, plain)
+    # The other rows' scores of that key are differences of numbers as large.
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-2)
+
+
 @by_dtype
 def test_long_keys(backend: Backend, dtype: torch.dtype) -> None:
     """Blocks of keys are larger over many."""

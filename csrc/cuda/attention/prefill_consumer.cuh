@@ -126,7 +126,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
       wgmma_pin(s);
       if (signals) shared.k_empty[stage.index].arrive();
       scale_and_mask(block);
-      rows.template softmax<kN>(s, scales);
+      rows.template softmax<kN>(s, scales, may_be_fast);
       // Whether all rows have seen a key. It follows from positions, so that it does not depend on
       // what other rows hold, and is the same in all warps of the group.
       const auto all_started = [&](int block) {
@@ -178,7 +178,7 @@ __device__ void consume(const PrefillParams& p, PrefillShared<Traits>& shared) {
           pack_probabilities<Value, kN>(s, probabilities);
           if constexpr (Traits::kRecenters) rows.recenter(probabilities);
         } else {
-          rows.template softmax<kN>(s, scales);
+          rows.template softmax<kN>(s, scales, may_be_fast);
           wait_for_p_v();
           rows.rescale();
           pack_probabilities<Value, kN>(s, probabilities);

@@ -87,6 +87,8 @@ struct RowScales {
   float value;    // of values
 };
 
+constexpr float kExactBase = 262144.f;  // 2^18
+
 // The lse of a row that has to be computed again, a NaN that no computation gives.
 constexpr uint32_t kFailedLse = 0x7fc0f1fa;
 
@@ -168,8 +170,12 @@ struct RowState {
   }
 
   // Scores become probabilities relative to the highest so far.
+  //
+  // Beyond kExactBase the rounding of a base shows in probabilities unless scores are rounded
+  // alike. What follows a row's first blocks does not (`exponentials`), so there the row fails
+  // (`fast`).
   template <int kN>
-  __device__ void softmax(float (&s)[kN / 2], const RowScales& scales) {
+  __device__ void softmax(float (&s)[kN / 2], const RowScales& scales, bool fast) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float highest = fmaxf(s[2 * r], s[2 * r + 1]);
@@ -182,13 +188,22 @@ struct RowState {
       const float finite = now == -INFINITY ? 0.f : now;
       alpha[r] = ptx::exp2(base[r] - finite);
       base[r] = now;
-      float total = 0.f;
+      float total = 0.f, factor = scales.log2[r];
+      if (fabsf(finite) > kExactBase) {
+        if (fast) total = INFINITY;
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+          s[4 * j + 2 * r] *= factor;
+          s[4 * j + 2 * r + 1] *= factor;
+        }
+        factor = 1.f;
+      }
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * j + 2 * r + e];
-          x = ptx::exp2(fmaf(x, scales.log2[r], -finite));
+          x = ptx::exp2(fmaf(x, factor, -finite));
           total += x;
         }
       }
