@@ -20,7 +20,7 @@
 #include "../ptx/grid_dependency.h"
 #include "../ptx/lane_id.h"
 #include "decode_tile.cuh"
-#include "softcap.cuh"
+#include "scores.cuh"
 
 namespace fastinfer::cuda {
 
@@ -31,8 +31,6 @@ constexpr float kInfinity = __builtin_huge_valf();
 // probabilities stay far from the largest fp16 number, and few tiles have work for it.
 constexpr float kSlack = 6.0f;
 constexpr int kByteExponent = 135;  // 2^(135 - 126 + kSlack) and a little more is within fp16
-// Up to here the rounding of a base hardly changes a probability; beyond, scores are rounded alike.
-constexpr float kExactBase = 0x1p18f;
 
 __device__ inline float read_16bit(uint16_t bits, bool is_bf16) {
   return is_bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)

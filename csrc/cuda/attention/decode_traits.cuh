@@ -82,6 +82,7 @@ struct DecodeTraits {
 
   // q stays in registers where there is room.
   static constexpr bool kKeepQuery = kWarpRows == 16 && kHeadDim <= 128;
+
   // Columns of the result that are merged at once.
   static constexpr int kSlice = kRows * kKeyGroups <= 128 ? 32 : 16;
   static constexpr int kSlicePitch = kSlice + 8;

@@ -1,4 +1,4 @@
-// The prefill kernel for head sizes from 65 to 96: shared memory as for 128, fewer products.
+// The prefill kernel for head sizes up to 96: shared memory as for 128, fewer products.
 #include "prefill_launch.cuh"
 
 namespace fastinfer::cuda {

@@ -14,7 +14,7 @@
 #include "../ptx/convert.h"
 #include "prefill_isolated.cuh"
 #include "prefill_params.h"
-#include "softcap.cuh"
+#include "scores.cuh"
 
 namespace fastinfer::cuda {
 
@@ -86,8 +86,6 @@ struct RowScales {
   float log2[2];  // of a score in the exponent of 2; > 0
   float value;    // of values
 };
-
-constexpr float kExactBase = 262144.f;  // 2^18
 
 // The lse of a row that has to be computed again, a NaN that no computation gives.
 constexpr uint32_t kFailedLse = 0x7fc0f1fa;
