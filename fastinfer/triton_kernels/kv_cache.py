@@ -1,9 +1,8 @@
 """New tokens written into pages: copied, or quantized to int8 or float8_e4m3fn.
 
-Stored bits are part of the contract: every step is correctly rounded float32 or integer
-arithmetic, the same as in the CPU kernels. fp8 codes are made of integers, so that GPUs without the
-type store them too. Slots are not checked: a token whose slot is negative or past the pool is
-skipped.
+Stored bits are part of the contract: results are those of correctly rounded float32 steps, the same
+as in the CPU kernels. Where the GPU does not convert to fp8 itself, codes are made of integers.
+Slots are not checked: a token whose slot is negative or past the pool is skipped.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from fastinfer.triton_kernels.launch import launch
-from fastinfer.triton_kernels.rows import full_width, to_float
+from fastinfer.triton_kernels.rows import INTERPRETED, full_width, to_float
 
 COPY, INT8, FP8 = (tl.constexpr(i) for i in range(3))
 FORMATS = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
@@ -24,7 +24,7 @@ FORMATS = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """The tile of a program: some rows, of a token and a head each, of K or of V."""
+    """The tiles of a program: some rows, of a token and a head each, of K and of V."""
 
     rows: int
     k_block: int  # elements of a row; a power of two
@@ -33,10 +33,13 @@ class AppendConfig:
 
 
 def append_config(rows: int, k_dim: int, v_dim: int) -> AppendConfig:
-    """2048 elements a program, 16 a thread: bytes are stored in vectors of 16."""
+    """A warp a program: its rows agree without a barrier. A thread has 16 elements of K and of V:
+    bytes are stored in vectors of 16.
+    """
     k_block, v_block = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
-    per_program = max(1, 2048 // max(k_block, v_block))
-    return AppendConfig(min(per_program, triton.next_power_of_2(rows)), k_block, v_block, 4)
+    largest = max(k_block, v_block)
+    per_program = min(max(1, 512 // largest), triton.next_power_of_2(rows))
+    return AppendConfig(per_program, k_block, v_block, 1 if largest <= 512 else 4)
 
 
 @triton.jit
@@ -51,6 +54,53 @@ def encode_e4m3(x):
     code = tl.where(magnitude < 0x3C800000, sum_bits - 0x46800000, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _fma(x, y, z):
+    """x * y + z, rounded once."""
+    if INTERPRETED:  # the interpreter's own rounds the product as well
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@triton.jit
+def _quotient(x, scale, inverse):
+    """x / scale as IEEE division rounds it, where `_multiplies` holds; a zero keeps its sign.
+
+    The steps, and why they suffice, are those of RowDivision (csrc/cuda/kv_cache/page_rows.cuh).
+    """
+    # Below 1 / scale by up to 3/2 of the last place, so that `rest` is positive: x = -0 gives -0.
+    low = (inverse.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    rest = _fma(-scale, low, tl.full(low.shape, 1.0, tl.float32)) * low
+    q = _fma(x, low, x * rest)
+    excess = _fma(q, scale, x * -1.0)  # `-x` would be 0 - x, which has another sign at 0
+    return _fma(excess, -inverse, q)
+
+
+@triton.jit
+def _multiplies(scale, inverse, largest):
+    """Whether `_quotient` may stand for the division in rows of this scale and largest magnitude.
+
+    Nothing overflows, quotients so small that something is lost have the code 0, and the scale's
+    mantissa is not one of the last 256, for which there is no proof.
+    """
+    common = (scale >= 2.0**-80) & (scale <= 2.0**80)
+    common &= (scale.to(tl.int32, bitcast=True) & 0x7FFFFF) < 0x7FFF00
+    return common & (largest * inverse <= 2.0**30)
+
+
+@triton.jit
+def _encode(value, FORMAT: tl.constexpr):
+    """Codes of finite values up to the limit, or no more than a rounding beyond it."""
+    if FORMAT == INT8:
+        # 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
+        code = (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif not INTERPRETED and cuda_capability_geq(8, 9):
+        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode_e4m3(value).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -77,6 +127,7 @@ def store_rows(
     """Rows, each of a head, to their slots."""
     col = tl.arange(0, BLOCK)[None, :]
     mask = inside[:, None] & (col < DIM)
+    block, head, offset = block.to(tl.int64), head.to(tl.int64), offset.to(tl.int64)
     target = block * cache_block_stride + head * cache_head_stride + offset * cache_slot_stride
     target = tl.multiple_of(target, VECTOR)
     cache_ptrs = cache_ptr + target[:, None] + col
@@ -85,62 +136,53 @@ def store_rows(
     else:
         LIMIT: tl.constexpr = 127.0 if FORMAT == INT8 else 448.0
         value = to_float(x)
+        # As integers magnitudes keep their order, with NaN above infinity: it stays visible.
+        magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
         if STATIC:
             scale = tl.load(scale_ptr + head * scale_head_stride, mask=inside, other=1.0)
         else:
-            # As integers magnitudes keep their order, with NaN above infinity: it stays visible.
-            magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
             scale = tl.div_rn(largest, tl.zeros_like(largest) + LIMIT)
             scale = tl.where(scale == 0.0, 1.0, scale)
             at = block * scale_block_stride + head * scale_head_stride + offset * scale_slot_stride
             tl.store(scale_ptr + at, scale, mask=inside)
-        value = tl.div_rn(value, tl.zeros_like(value) + scale[:, None])
-        value = tl.where(value > LIMIT, LIMIT, value)
-        value = tl.where(value < -LIMIT, -LIMIT, value)
-        if FORMAT == INT8:
-            # 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
-            code = (value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-            code = tl.where(value == value, code, 0)
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        # Multiplications take a third of a division's instructions; nearly all tiles allow them.
+        multiplies = _multiplies(scale, inverse, largest)
+        if tl.min(multiplies.to(tl.int32), axis=0) != 0:
+            value = _quotient(value, scale[:, None], inverse[:, None])
+            if STATIC:
+                value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+            code = _encode(value, FORMAT)
         else:
-            code = encode_e4m3(value)
-        tl.store(cache_ptrs, code.to(cache_ptr.dtype.element_ty), mask=mask)
+            value = tl.div_rn(value, tl.zeros_like(value) + scale[:, None])
+            nan = value != value
+            value = tl.where(value > LIMIT, LIMIT, value)
+            value = tl.where(value < -LIMIT, -LIMIT, value)
+            if FORMAT == INT8:
+                code = tl.where(nan, 0, _encode(value, FORMAT)).to(tl.int8)
+            else:
+                code = encode_e4m3(value).to(tl.uint8)
+        tl.store(cache_ptrs, code, mask=mask)
 
 
 @triton.jit
-def _append(
+def _load_rows(
     x_ptr,  # [T, heads, dim]
-    cache_ptr,
-    scale_ptr,
     token,
     head,
-    block,
-    offset,
-    inside,
-    x_token_stride,
-    x_head_stride,
-    cache_block_stride,
-    cache_head_stride,
-    cache_slot_stride,
-    scale_block_stride,
-    scale_head_stride,
-    scale_slot_stride,
-    FORMAT: tl.constexpr,
-    STATIC: tl.constexpr,
+    present,
+    token_stride,
+    head_stride,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Rows (token, head) of K, or of V, to their slots."""
+    """Rows (token, head) of K, or of V; also those without a slot, not to wait for slots."""
     col = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (col < DIM)
-    source = tl.multiple_of(token * x_token_stride + head * x_head_stride, VECTOR)
-    x = tl.load(x_ptr + source[:, None] + col, mask=mask, other=0.0)
-    store_rows(
-        x, cache_ptr, scale_ptr, head, block, offset, inside, cache_block_stride,
-        cache_head_stride, cache_slot_stride, scale_block_stride, scale_head_stride,
-        scale_slot_stride, FORMAT, STATIC, DIM, BLOCK, VECTOR,
-    )  # fmt: skip
+    source = token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
+    source = tl.multiple_of(source, VECTOR)
+    return tl.load(x_ptr + source[:, None] + col, mask=present[:, None] & (col < DIM), other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "slot_mapping_ptr"])
@@ -184,26 +226,32 @@ def append_kernel(
     V_BLOCK: tl.constexpr,
     V_VECTOR: tl.constexpr,
 ):
-    """Program (i, 0) writes the i-th ROWS rows of K, program (i, 1) those of V."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Program i writes the i-th ROWS rows of K and of V."""
+    # Divisions are in the type of what they divide: 32 bits, but for enormous pools.
+    first = tl.program_id(0).to(num_rows.dtype) * ROWS
+    row = first + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
-    slot = tl.load(slot_mapping_ptr + token, mask=row < num_rows, other=-1)
+    present = tl.arange(0, ROWS) < num_rows - first
+    slot = tl.load(slot_mapping_ptr + token, mask=present, other=-1)
+    k = _load_rows(
+        k_ptr, token, head, present, k_token_stride, k_head_stride, K_DIM, K_BLOCK, K_VECTOR
+    )
+    v = _load_rows(
+        v_ptr, token, head, present, v_token_stride, v_head_stride, V_DIM, V_BLOCK, V_VECTOR
+    )
     inside = (slot >= 0) & (slot < capacity)
+    slot = tl.where(inside, slot, 0).to(capacity.dtype)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    if tl.program_id(1) == 0:
-        _append(
-            k_ptr, k_cache_ptr, k_scale_ptr, token, head, block, offset, inside, k_token_stride,
-            k_head_stride, k_cache_block_stride, k_cache_head_stride, k_cache_slot_stride,
-            k_scale_block_stride, k_scale_head_stride, k_scale_slot_stride, K_FORMAT, K_STATIC,
-            K_DIM, K_BLOCK, K_VECTOR,
-        )  # fmt: skip
-    else:
-        _append(
-            v_ptr, v_cache_ptr, v_scale_ptr, token, head, block, offset, inside, v_token_stride,
-            v_head_stride, v_cache_block_stride, v_cache_head_stride, v_cache_slot_stride,
-            v_scale_block_stride, v_scale_head_stride, v_scale_slot_stride, V_FORMAT, V_STATIC,
-            V_DIM, V_BLOCK, V_VECTOR,
-        )  # fmt: skip
+    store_rows(
+        k, k_cache_ptr, k_scale_ptr, head, block, offset, inside, k_cache_block_stride,
+        k_cache_head_stride, k_cache_slot_stride, k_scale_block_stride, k_scale_head_stride,
+        k_scale_slot_stride, K_FORMAT, K_STATIC, K_DIM, K_BLOCK, K_VECTOR,
+    )  # fmt: skip
+    store_rows(
+        v, v_cache_ptr, v_scale_ptr, head, block, offset, inside, v_cache_block_stride,
+        v_cache_head_stride, v_cache_slot_stride, v_scale_block_stride, v_scale_head_stride,
+        v_scale_slot_stride, V_FORMAT, V_STATIC, V_DIM, V_BLOCK, V_VECTOR,
+    )  # fmt: skip
 
 
 def append_paged_kv_cache_(
@@ -222,7 +270,7 @@ def append_paged_kv_cache_(
     config = append_config(tokens * heads, k_dim, v_dim)
     launch(
         append_kernel,
-        (triton.cdiv(tokens * heads, config.rows), 2),
+        (triton.cdiv(tokens * heads, config.rows),),
         k,
         k,
         v,

@@ -252,6 +252,51 @@ def test_fp8_codes_of_every_value(backend: Backend, source: torch.dtype) -> None
         assert_bit_equal(stored.view(torch.int8)[~nan], expected.view(torch.int8)[~nan])
 
 
+UNUSUAL_SCALES = [0.0, math.inf, math.nan, -0.5, 1e-40, 1e38, 2.0**-80, 2.0**-126]
+
+
+@QUANTIZED
+@pytest.mark.parametrize("kind", ["common", "wide", "last_mantissas", "unusual"])
+def test_quotients_are_rounded_like_ieee_division(
+    backend: Backend, storage: torch.dtype, kind: str
+) -> None:
+    """Elements within 4 ulp of what lies between two codes, under static scales: kernels that
+    multiply by a reciprocal must give the codes of a division.
+    """
+    heads = 16
+    scale = {
+        "common": torch.rand(heads) * 0.02 + 0.01,
+        "wide": torch.exp2(torch.rand(heads) * 240 - 120),
+        "last_mantissas": (torch.randint(0x7FFF00, 0x800000, (heads,)) | 0x3C000000)
+        .int()
+        .view(torch.float32),
+        "unusual": torch.tensor(UNUSUAL_SCALES).repeat(heads // len(UNUSUAL_SCALES)),
+    }[kind]
+    if storage == INT8:
+        middles = torch.arange(-128, 128) + 0.5
+    else:
+        codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+        middles = torch.cat([(codes[1:] + codes[:-1]) / 2, torch.zeros(2)])
+    exact = (scale.double()[:, None] * middles.double()).float()
+    near = exact.view(torch.int32) + torch.arange(-4, 5)[:, None, None]
+    x = near.int().view(torch.float32)
+    x = torch.where(x.isfinite(), x, 1.0).contiguous()
+    slots = torch.arange(len(x))
+    caches = [pool(2, heads, 8, len(middles), storage) for _ in range(2)]
+    expected = reference.append_paged_kv_cache_(x, -x, *caches, slots, k_scale=scale, v_scale=scale)
+    device = backend.device
+    stored = [cache.to(device) for cache in caches]
+    on_device = scale.to(device)
+    backend.ops.append_paged_kv_cache_(
+        x.to(device), -x.to(device), *stored, slots.to(device),
+        k_scale=on_device, v_scale=on_device,
+    )  # fmt: skip
+    for got, want in zip(stored, expected[:2], strict=True):
+        nan = want.float().isnan()
+        assert got.cpu().float()[nan].isnan().all()
+        assert_bit_equal(got.cpu().view(torch.int8)[~nan], want.view(torch.int8)[~nan])
+
+
 @QUANTIZED
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_stay_visible_under_scales_per_token(

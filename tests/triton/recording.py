@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import target_info
 
 from fastinfer.triton_kernels.launch import Device
 
@@ -35,7 +36,15 @@ class Launch:
             name: value for name, value in self.options.items() if name not in self._names
         }
         target = GPUTarget("cuda", capability, 32)
-        return triton.compile(self._source(), target=target, options=compiler_options)
+
+        def current_target() -> GPUTarget:
+            return target
+
+        # Kernels ask what they are compiled for, and Triton answers with the GPU that is there.
+        current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target_info, "current_target", current_target)
+            return triton.compile(self._source(), target=target, options=compiler_options)
 
     @property
     def _names(self) -> list[str]:
