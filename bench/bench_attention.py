@@ -237,6 +237,12 @@ DECODE = [
     ("bf16", "64x8192", 16, 16),
     *(("bf16", load, 16, 1) for load in ["random64", "random256"]),
 ]  # fmt: skip
+# Chunks of prompts over what is cached already.
+CHUNKS = [
+    (kv, load, 16, queries)
+    for load, queries in [("1x16384", 2048), ("4x8192", 512)]
+    for kv in ["bf16", "int8kv", "fp8kv"]
+]
 # What it costs that no bit depends on the rest of a batch.
 INVARIANT = [
     (kv, load, 16, 1)
@@ -256,7 +262,7 @@ def lengths_of(load: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kv", "load", "block", "queries", "invariant"),
-    [(*case, False) for case in DECODE] + [(*case, True) for case in INVARIANT],
+    [(*case, False) for case in DECODE + CHUNKS] + [(*case, True) for case in INVARIANT],
 )
 def test_decode_on_a_gpu(record, gpu, kv, load, block, queries, invariant):
     """With the plan made before, as for all layers of a step."""
@@ -264,6 +270,8 @@ def test_decode_on_a_gpu(record, gpu, kv, load, block, queries, invariant):
     storage = {"int8kv": torch.int8, "fp8kv": torch.float8_e4m3fn}.get(kv, torch.bfloat16)
     lengths = lengths_of(load)
     batch, longest = len(lengths), max(lengths)
+    chunk = (kv, load, block, queries) in CHUNKS or None
+    element_bytes = d * storage.itemsize + 4 * kv.endswith("kv")
     counts = [-(-length // block) for length in lengths]
     blocks = sum(counts)
     cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * queries
@@ -311,7 +319,8 @@ def test_decode_on_a_gpu(record, gpu, kv, load, block, queries, invariant):
             name=f"paged_attention/{kv}/{load}/b{block}/q{queries}{'/invariant' * invariant}",
             make=make,
             run=run,
-            bytes_moved=2 * sum(lengths) * hk * (d * storage.itemsize + 4 * kv.endswith("kv")),
+            bytes_moved=None if chunk else 2 * sum(lengths) * hk * element_bytes,
+            flops=chunk and sum(4 * queries * (n - queries // 2) * h * d for n in lengths),
         )
     )
 

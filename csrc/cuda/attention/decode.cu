@@ -14,6 +14,7 @@ constexpr int64_t kMaxDim = 256;
 constexpr int64_t kMaxTokenStride = int64_t{1} << 29;  // elements; in bytes it fits 32 bits
 constexpr int64_t kMaxWindow = int64_t{1} << 29;  // beyond any length; sums with it fit 32 bits
 constexpr int64_t kMostRows = 64;                 // of a unit
+constexpr int kWideValueRows = 32;                // likewise, if values have more than 128 columns
 
 int64_t element_bytes(ScalarType dtype) {
   return dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
@@ -43,12 +44,16 @@ DecodeKv decode_kv(const AttentionKv& kv, int64_t dim) {
           static_cast<int>(dim * bytes)};
 }
 
-// The smallest tile that holds the problem.
-DecodeShape choose_shape(int rows, int64_t head_dim, int64_t value_dim) {
-  if (head_dim <= 64 && value_dim <= 64) return {rows, 64, 64};
-  if (head_dim <= 128 && value_dim <= 128) return {rows, 128, 128};
-  if (head_dim <= 192 && value_dim <= 128) return {rows, 192, 128};
-  return {rows, 256, 256};
+// The smallest tile that holds the problem. An item's rows are halved where 64 of them would not
+// fit into registers beside wide values.
+DecodeShape choose_shape(const AttentionProblem& p, int64_t item_rows) {
+  const int rows = static_cast<int>(item_rows);
+  if (p.head_dim <= 64 && p.value_dim <= 64) return {rows, 64, 64};
+  if (p.head_dim <= 128 && p.value_dim <= 128) return {rows, 128, 128};
+  if (p.head_dim <= 192 && p.value_dim <= 128) return {rows, 192, 128};
+  const bool halved =
+      element_bytes(p.k.dtype) == 1 && p.num_heads / p.num_kv_heads <= kWideValueRows;
+  return {halved ? std::min(rows, kWideValueRows) : rows, 256, 256};
 }
 
 DecodeLauncher choose_launcher(const AttentionProblem& p) {
@@ -112,9 +117,10 @@ void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_row
   params.block_size = static_cast<int>(p.block_size);
   const auto block_size = static_cast<unsigned>(p.block_size);
   params.block_shift = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
-  const int64_t rows = wide ? kMostRows : tiles.narrow_rows;
-  const int64_t unit_tokens = wide ? kMostRows / group : tiles.narrow;
-  const int64_t parts = wide ? (tiles.wide + unit_tokens - 1) / unit_tokens : 1;
+  const int64_t item_tokens = wide ? tiles.wide : tiles.narrow;
+  const DecodeShape shape = choose_shape(p, wide ? kMostRows : tiles.narrow_rows);
+  const int64_t unit_tokens = std::max<int64_t>(1, shape.rows / group);
+  const int64_t parts = (item_tokens + unit_tokens - 1) / unit_tokens;
   params.wide = wide;
   params.unit_tokens = static_cast<int>(unit_tokens);
   params.parts = static_cast<int>(parts);
@@ -124,7 +130,6 @@ void run_decode(const AttentionProblem& p, const int32_t* plan, int64_t plan_row
   params.softcap = p.softcap;
   params.is_bf16 = p.dtype == ScalarType::BFloat16;
 
-  const DecodeShape shape = choose_shape(static_cast<int>(rows), p.head_dim, p.value_dim);
   // Never more blocks than there can be units.
   const int64_t most_units = (plan_rows - kPlanHeaderRows) * parts * p.num_kv_heads;
   const int64_t blocks = std::min<int64_t>(num_sms(p.op, device_index), most_units);

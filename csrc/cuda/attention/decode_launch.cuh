@@ -2,19 +2,19 @@
 #pragma once
 
 #include "decode.cuh"
+#include "extend.cuh"
 
 namespace fastinfer::cuda {
 
-template <class T>
-cudaError_t launch_decode_kernel(const DecodeParams& params, int blocks, int device,
-                                 cudaStream_t stream) {
+template <class T, auto kKernel, int kThreads>
+cudaError_t launch_units(const DecodeParams& params, int blocks, int device, cudaStream_t stream) {
   constexpr int kMaxDevices = 64;
-  constexpr int kBytes = sizeof(DecodeSmem<T>);
+  constexpr int kBytes = sizeof(typename T::Smem);
   static_assert(kBytes <= kMaxSharedBytes);
   static bool allowed[kMaxDevices] = {};
   if (device >= kMaxDevices || !allowed[device]) {
     const cudaError_t error =
-        cudaFuncSetAttribute(decode_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices) allowed[device] = true;
   }
@@ -23,31 +23,39 @@ cudaError_t launch_decode_kernel(const DecodeParams& params, int blocks, int dev
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(T::kThreads);
+  config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, decode_kernel<T>, params);
+  return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+template <KvFormat kK, KvFormat kV, int kRows, int kHeadDim, int kValueDim>
+cudaError_t launch_decode_kernel(const DecodeParams& params, int blocks, int device,
+                                 cudaStream_t stream) {
+  if constexpr (is_byte(kK) && is_byte(kV) && kRows >= 32) {
+    using T = ExtendTraits<kK, kV, kRows, kHeadDim, kValueDim>;
+    return launch_units<T, &extend_kernel<T>, T::kBlockThreads>(params, blocks, device, stream);
+  } else {
+    using T = DecodeTraits<kK, kV, kRows, kHeadDim, kValueDim>;
+    return launch_units<T, &decode_kernel<T>, T::kThreads>(params, blocks, device, stream);
+  }
 }
 
 template <KvFormat kK, KvFormat kV, int kRows>
 cudaError_t launch_decode_rows(const DecodeShape& shape, const DecodeParams& params, int blocks,
                                int device, cudaStream_t stream) {
   if (shape.head_dim == 64) {
-    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 64, 64>>(params, blocks, device,
-                                                                     stream);
+    return launch_decode_kernel<kK, kV, kRows, 64, 64>(params, blocks, device, stream);
   }
   if (shape.head_dim == 128) {
-    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 128, 128>>(params, blocks, device,
-                                                                       stream);
+    return launch_decode_kernel<kK, kV, kRows, 128, 128>(params, blocks, device, stream);
   }
   if (shape.head_dim == 192) {
-    return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 192, 128>>(params, blocks, device,
-                                                                       stream);
+    return launch_decode_kernel<kK, kV, kRows, 192, 128>(params, blocks, device, stream);
   }
-  return launch_decode_kernel<DecodeTraits<kK, kV, kRows, 256, 256>>(params, blocks, device,
-                                                                     stream);
+  return launch_decode_kernel<kK, kV, kRows, 256, 256>(params, blocks, device, stream);
 }
 
 template <KvFormat kK, KvFormat kV>

@@ -1,63 +1,25 @@
-// A warp's products with one tile of keys and values. Bytes are decoded to fp16 in registers:
+// A warp and the tiles of its group: products by mma.sync, with rows in the registers of quads.
+// Bytes are decoded to fp16 in registers:
 //
-// - Keys: ldmatrix gives a lane four neighbouring bytes of a key, so the head dimensions of a group
-//   of 16 are taken in the order in which lane c of a quad holds 4 c, 4 c + 1 | 4 c + 2, 4 c + 3
-//   instead of 2 c, 2 c + 1 | 2 c + 8, 2 c + 9; q lies in shared memory in that order. An int8 key
-//   b is taken as (b + 128) 2^-24, the fp16 number that has the bits of b + 128: what its scores
-//   have too much is known before (kKeyOffset).
+// - Keys: ldmatrix gives a lane four neighbouring bytes of a key: head dimensions are in the order
+//   of query_offset. An int8 key has an offset (kKeyOffset).
 // - Values: ldmatrix transposes pairs of bytes, so a register holds two neighbouring columns of two
 //   keys; the even columns of 16 make one tile of a product and the odd ones the next.
 #pragma once
 
-#include "../ptx/convert.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"
-#include "decode_stream.cuh"
+#include "decode_hidden.cuh"
+#include "decode_rows.cuh"
+#include "decode_traits.cuh"
 
 namespace fastinfer::cuda {
-
-// What an int8 key's elements have too much, and what they are then multiplied by.
-constexpr float kKeyOffset = 128.0f, kKeyUnit = 0x1p-24f;
-
-// Four bytes of a key as two pairs of fp16: bytes 0, 1 and 2, 3.
-template <KvFormat kFormat>
-__device__ inline void decode_keys(uint32_t bytes, uint32_t& first, uint32_t& second) {
-  if constexpr (kFormat == KvFormat::kInt8) {
-    bytes ^= 0x80808080u;
-    first = __byte_perm(bytes, 0, 0x4140);
-    second = __byte_perm(bytes, 0, 0x4342);
-  } else {
-    ptx::e4m3x4_to_f16x4(bytes, first, second);
-  }
-}
-
-// Four bytes of values as two pairs of fp16: bytes 0, 2 and 1, 3.
-template <KvFormat kFormat>
-__device__ inline void decode_values(uint32_t bytes, uint32_t& first, uint32_t& second) {
-  if constexpr (kFormat == KvFormat::kInt8) {
-    // Below 0x64, a byte b makes the fp16 number 1024 + b; b is the element plus 128.
-    bytes ^= 0x80808080u;
-    first = ptx::sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4240), 0x64806480u);
-    second = ptx::sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4341), 0x64806480u);
-  } else {
-    ptx::e4m3x4_to_f16x4(__byte_perm(bytes, 0, 0x3120), first, second);
-  }
-}
 
 // Column of element i (0 or 1) of a lane's pair in tile `tile` of the result.
 template <class T>
 __device__ inline int value_column(int tile, int i) {
   const int c = threadIdx.x % 4;
   return T::kByteV ? tile / 2 * 16 + 4 * c + 2 * i + tile % 2 : tile * 8 + 2 * c + i;
-}
-
-// Where head dimension d of a row of q lies.
-template <class T>
-__host__ __device__ inline int query_offset(int row, int d) {
-  const int in16 = d % 16;
-  const int place = T::kByteK ? in16 / 4 * 2 + in16 % 2 + in16 / 2 % 2 * 8 : in16;
-  const int element = d - in16 + place;
-  return swizzled<T::kHeadDim * 2>(row, element / 8) + element % 8 * 2;
 }
 
 // Where a lane begins to load rows of q, from row `row` on.
@@ -178,32 +140,250 @@ __device__ inline void multiply_values(float (&acc)[T::kRowTiles][T::kValueTiles
   }
 }
 
-// Which keys of a tile (bit by bit) have a NaN or an infinity among their values, or as their
-// scale. The same for all lanes.
+// A warp's running softmax over the tiles of its group.
 template <class T>
-__device__ inline uint32_t spoiled_keys(const unsigned char* v, const float* scales) {
-  constexpr int kLanes = 32 / T::kKeys;  // that share a key
-  const int lane = threadIdx.x % 32, key = lane % T::kKeys;
-  bool bad = false;
-  if constexpr (T::kByteV) bad = !isfinite(scales[key]);
-  if constexpr (T::kVFormat != KvFormat::kInt8) {
-    for (int chunk = lane / T::kKeys; chunk < T::kVPitch / 16; chunk += kLanes) {
-      const uint4 words = *reinterpret_cast<const uint4*>(v + swizzled<T::kVPitch>(key, chunk));
+struct WarpState {
+  const int group, member;  // its rows begin with kWarpRows * member
+  float acc[T::kRowTiles][T::kValueTiles][4];
+  float base[T::kRowTiles][2];   // subtracted from scores: the highest so far, or kSlack less
+  float total[T::kRowTiles][2];  // this lane's share of the sum
+  // Byte values: acc is divided by 2^(exponent - kByteExponent), so that the probabilities, times
+  // the values' scales, fill the range of fp16. Scales seen so far are below 2^(exponent - 126).
+  int exponent = kLeastExponent;
+  uint32_t q;  // address of the rows
+  uint32_t kept[T::kKeepQuery ? T::kHeadDim / 16 : 1][4];
+
+  __device__ WarpState(DecodeSmem<T>& smem, int group, int member) : group(group), member(member) {
+    q = query_address<T>(ptx::shared_address(smem.q), member * T::kWarpRows);
+    if constexpr (T::kKeepQuery) {
 #pragma unroll
-      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
-        if constexpr (T::kVFormat == KvFormat::kFp8) {
+      for (int step = 0; step < T::kHeadDim / 16; ++step) load_query(kept[step], q, step);
+    }
 #pragma unroll
-          for (int byte = 0; byte < 32; byte += 8) bad |= (word >> byte & 0x7f) == 0x7f;
-        } else {
-          constexpr uint32_t kExponent = T::kVFormat == KvFormat::kBf16 ? 0x7f80 : 0x7c00;
-          bad |= (word & kExponent) == kExponent || (word >> 16 & kExponent) == kExponent;
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        base[i][h] = -kInfinity;
+        total[i][h] = 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < T::kValueTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][n][e] = 0.0f;
+      }
+    }
+  }
+
+  __device__ int row(int i, int h) const {
+    return member * T::kWarpRows + i * 16 + h * 8 + threadIdx.x % 32 / 4;
+  }
+  __device__ void multiply_row(int i, int h, float by) {
+#pragma unroll
+    for (int n = 0; n < T::kValueTiles; ++n) {
+      acc[i][n][2 * h] *= by;
+      acc[i][n][2 * h + 1] *= by;
+    }
+  }
+
+  // Takes the tile of keys [begin, begin + kKeys) that lies in a stage of the group's ring.
+  __device__ void take_tile(const DecodeParams& p, DecodeSmem<T>& smem, const DecodeUnit& unit,
+                            int stage, int begin);
+
+  __device__ void write_stats(DecodeSmem<T>& smem) {
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = total[i][h];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (threadIdx.x % 4 == 0) smem.stats[group][0][row(i, h)] = {base[i][h], sum};
+      }
+    }
+  }
+  __device__ void weigh(const DecodeSmem<T>& smem) {
+    const float unit = T::kByteV ? power_of_two(exponent - kByteExponent) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) multiply_row(i, h, smem.weights[group][row(i, h)] * unit);
+    }
+  }
+  // Columns [first, first + kSlice) of the group's result.
+  __device__ void write_slice(DecodeSmem<T>& smem, int first) const {
+#pragma unroll
+    for (int n = 0; n < T::kValueTiles; ++n) {
+      // The loop is over registers, so it is unrolled and takes its part of each slice.
+      if (n * 8 / T::kSlice * T::kSlice != first) continue;
+#pragma unroll
+      for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          smem.parts[group][row(i, e / 2)][value_column<T>(n, e % 2) - first] = acc[i][n][e];
         }
       }
     }
   }
-  uint32_t keys = __ballot_sync(0xffffffffu, bad);
-  if constexpr (T::kKeys == 16) keys = (keys | keys >> 16) & 0xffff;
-  return keys;
+};
+
+template <class T>
+__device__ inline void WarpState<T>::take_tile(const DecodeParams& p, DecodeSmem<T>& smem,
+                                               const DecodeUnit& unit, int stage, int begin) {
+  const int lane = threadIdx.x % 32;
+  unsigned char* tile = smem.tiles[group][stage];
+  unsigned char* values = tile + T::kKeys * T::kKPitch;
+  const float* k_scales = smem.scales[group][stage][0];
+  float* v_scales = smem.scales[group][stage][1];
+  const DecodeRow* rows = smem.rows + row(0, 0);
+  const auto query = [&](uint32_t (&to)[4], int i, int step) {
+    if constexpr (T::kKeepQuery) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[e] = kept[step][e];
+    } else {
+      load_query(to, q + i * 16 * T::kHeadDim * 2, step);
+    }
+  };
+
+  Scores<T> s;
+  const auto start = [&](int i, int h) {
+    return T::kKFormat == KvFormat::kInt8 ? smem.starts[row(i, h)] : 0.0f;
+  };
+  multiply_keys<T>(s, ptx::shared_address(tile), start, query);
+  if constexpr (T::kByteK) {
+#pragma unroll
+    for (int n = 0; n < T::kKeyTiles; ++n) {
+      const float2 scale = *reinterpret_cast<const float2*>(k_scales + n * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] *= e % 2 == 0 ? scale.x : scale.y;
+      }
+    }
+  }
+  // What is left to do to scores, in base 2.
+  float factors[T::kRowTiles][2];
+#pragma unroll
+  for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factors[i][h] = smem.factors[row(i, h)];
+  }
+  if (p.softcap > 0.0f) {
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < T::kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] = tanh_accurate(s[i][n][e] * factors[i][e / 2]);
+      }
+      factors[i][0] = factors[i][1] = p.softcap * kLog2e;
+    }
+  }
+
+  const bool whole = begin >= unit.all_low && begin + T::kKeys <= unit.all_high;
+  if (!whole) {
+    // Bit 2 n + j: the row sees the lane's key j of tile n. Rolled up: this is rare and would be
+    // most of the kernel.
+    uint32_t visible[T::kRowTiles][2] = {};
+#pragma unroll 1
+    for (int at = 0; at < T::kKeyTiles * 2; ++at) {
+      const int key = begin + at / 2 * 8 + lane % 4 * 2 + at % 2;
+#pragma unroll
+      for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (is_visible(p, unit, rows[i * 16 + h * 8], key)) visible[i][h] |= 1u << at;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < T::kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if ((visible[i][e / 2] >> (2 * n + e % 2) & 1) == 0) s[i][n][e] = -kInfinity;
+        }
+      }
+    }
+    if (rows_differ<T>(unit, begin)) {
+      clear_spoiled_keys<T>(values, v_scales, group, member, [&](int key) {
+#pragma unroll
+        for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if (is_visible(p, unit, rows[i * 16 + h * 8], begin + key)) multiply_row(i, h, kNan);
+          }
+        }
+      });
+    }
+  }
+
+  float v_factor = 1.0f, v_ratio = 1.0f;
+  if constexpr (T::kByteV) {
+    const int before = exponent;
+    exponent = max(before, scale_exponent<T>(v_scales));
+    v_ratio = power_of_two(before - exponent);
+    v_factor = power_of_two(kByteExponent - exponent);
+  }
+
+  // What was accumulated under a much smaller score (or a smaller scale) shrinks.
+  float shrink[T::kRowTiles][2];
+  bool shrinks = v_ratio != 1.0f;
+#pragma unroll
+  for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float highest = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
+#pragma unroll
+      for (int n = 1; n < T::kKeyTiles; ++n) {
+        highest = fmaxf(highest, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2)) * factors[i][h];
+      if (fabsf(highest) > kExactBase) {
+#pragma unroll
+        for (int n = 0; n < T::kKeyTiles; ++n) {
+          s[i][n][2 * h] *= factors[i][h];
+          s[i][n][2 * h + 1] *= factors[i][h];
+        }
+        factors[i][h] = 1.0f;
+      }
+      const float before = base[i][h];
+      const bool grows = highest - before > kSlack;  // exactly, however large they are
+      if (grows) base[i][h] = highest;
+      shrinks |= grows;
+      shrink[i][h] = grows ? ptx::exp2(before - highest) : 1.0f;
+    }
+  }
+  if (__any_sync(0xffffffffu, shrinks)) {
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        total[i][h] *= shrink[i][h];
+        multiply_row(i, h, shrink[i][h] * v_ratio);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < T::kKeyTiles; ++n) {
+    float2 scale = {1.0f, 1.0f};
+    if constexpr (T::kByteV) {
+      scale = *reinterpret_cast<const float2*>(v_scales + n * 8 + lane % 4 * 2);
+      scale = {scale.x * v_factor, scale.y * v_factor};
+    }
+#pragma unroll
+    for (int i = 0; i < T::kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float subtracted = softmax_base(base[i][e / 2]);
+        const float x = ptx::exp2(fmaf(s[i][n][e], factors[i][e / 2], -subtracted));
+        total[i][e / 2] += x;
+        s[i][n][e] = x * (e % 2 == 0 ? scale.x : scale.y);
+      }
+    }
+  }
+  multiply_values<T>(acc, s, ptx::shared_address(values));
 }
 
 }  // namespace fastinfer::cuda

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "../ptx/async_proxy.h"
 #include "../ptx/named_barrier.h"
-#include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
 #include "prefill_rows.cuh"
 #include "prefill_schedule.cuh"

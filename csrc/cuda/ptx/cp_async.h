@@ -3,11 +3,9 @@
 
 #include <cstdint>
 
-namespace fastinfer::cuda::ptx {
+#include "mbarrier.h"
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace fastinfer::cuda::ptx {
 
 // 16 bytes, past L1; zeros, and nothing is read, if `ignore`.
 __device__ inline void cp_async_16(uint32_t to, const void* from, bool ignore) {
@@ -41,6 +39,13 @@ __device__ inline void cp_async_commit() {
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// One of the arrivals that the barrier expects, when this thread's copies up to here are done.
+__device__ inline void cp_async_arrive(Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(shared_address(&barrier.state))
+      : "memory");
 }
 
 }  // namespace fastinfer::cuda::ptx

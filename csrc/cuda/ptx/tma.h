@@ -25,9 +25,4 @@ __device__ inline void tma_load(void* target, const CUtensorMap* map, Mbarrier* 
       : "memory");
 }
 
-// Orders this thread's earlier accesses of shared memory before later ones by TMA and wgmma.
-__device__ inline void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 }  // namespace fastinfer::cuda::ptx

@@ -69,6 +69,7 @@ struct Wgmma;
 #define FI_REGS_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FI_REGS_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FI_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FI_NAMES_32 FI_REGS_0 ", " FI_REGS_1
 #define FI_NAMES_64 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3
 #define FI_NAMES_80 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4
 #define FI_NAMES_96 FI_NAMES_80 ", " FI_REGS_5
@@ -88,6 +89,7 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FI_D32(i) FI_D8(i), FI_D8(i + 8), FI_D8(i + 16), FI_D8(i + 24)
+#define FI_OPERANDS_32 FI_D8(0), FI_D8(8)
 #define FI_OPERANDS_64 FI_D32(0)
 #define FI_OPERANDS_80 FI_D32(0), FI_D8(32)
 #define FI_OPERANDS_96 FI_D32(0), FI_D8(32), FI_D8(40)
@@ -108,27 +110,30 @@ struct Wgmma;
                  : FI_OPERANDS_##N                                                                \
                  : "l"(a), "l"(b), "r"(accumulate));                                              \
   }
-// A from registers; B is MN-major, which 16-bit elements may be.
-#define FI_REGISTERS_MN_MAJOR(TYPE, N, I0, I1, I2, I3, I4, I5)                                     \
-  static __device__ void registers_mn_major(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, \
-                                            int accumulate) {                                      \
+// A from registers; FROM and TRANSPOSED say which way B runs.
+#define FI_REGISTERS(FROM, TRANSPOSED, TYPE, N, I0, I1, I2, I3, I4, I5)                            \
+  static __device__ void registers_##FROM(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,   \
+                                          int accumulate) {                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                          \
                  ", 0;\n"                                                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FI_NAMES_##N \
-                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;\n}\n"         \
+                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, " TRANSPOSED     \
+                 ";\n}\n"                                                                          \
                  : FI_OPERANDS_##N                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));           \
   }
-#define FI_WGMMA(T, TYPE, N, I0, I1, I2, I3, I4, I5)        \
-  template <>                                               \
-  struct Wgmma<T, N> {                                      \
-    FI_SHARED_K_MAJOR(TYPE, "k16", ", 0, 0", N, I0, I1, I2) \
-    FI_REGISTERS_MN_MAJOR(TYPE, N, I0, I1, I2, I3, I4, I5)  \
+#define FI_WGMMA(T, TYPE, N, I0, I1, I2, I3, I4, I5)             \
+  template <>                                                    \
+  struct Wgmma<T, N> {                                           \
+    FI_SHARED_K_MAJOR(TYPE, "k16", ", 0, 0", N, I0, I1, I2)      \
+    FI_REGISTERS(mn_major, "1", TYPE, N, I0, I1, I2, I3, I4, I5) \
+    FI_REGISTERS(k_major, "0", TYPE, N, I0, I1, I2, I3, I4, I5)  \
   };
 #define FI_WGMMA_16BIT(N, I0, I1, I2, I3, I4, I5)            \
   FI_WGMMA(__nv_bfloat16, "bf16", N, I0, I1, I2, I3, I4, I5) \
   FI_WGMMA(__half, "f16", N, I0, I1, I2, I3, I4, I5)
 
+FI_WGMMA_16BIT(32, 16, 17, 18, 19, 20, 21)
 FI_WGMMA_16BIT(64, 32, 33, 34, 35, 36, 37)
 FI_WGMMA_16BIT(80, 40, 41, 42, 43, 44, 45)
 FI_WGMMA_16BIT(96, 48, 49, 50, 51, 52, 53)
