@@ -43,14 +43,16 @@ class SampleConfig:
     threshold_warps: int
 
 
-def sample_config(rows: int, vocab: int, num_sms: int) -> SampleConfig:
-    """Enough programs for eight an SM; the threshold's sums may not depend on the batch.
+def sample_config(rows: int, vocab: int, num_sms: int, draws: bool = True) -> SampleConfig:
+    """Eight programs an SM or a few more; three where nothing is drawn, so that they only read and
+    leave less to merge. The threshold's sums may not depend on the batch.
 
     The programs of a row are a power of two, so that few batch sizes need a kernel of their own.
     """
     block = min(2048, max(128, triton.next_power_of_2(vocab)))
     steps = triton.cdiv(vocab, block)
-    per_row = min(steps, triton.next_power_of_2(max(1, triton.cdiv(8 * num_sms, rows))))
+    wanted = triton.cdiv((8 if draws else 3) * num_sms, rows)
+    per_row = min(steps, triton.next_power_of_2(wanted))
     chunk = triton.cdiv(steps, per_row) * block
     threshold_block = min(LIST, block * 2) if vocab > block else block
     return SampleConfig(
@@ -263,13 +265,13 @@ def sample(
     """Draws a token a row. Settings are not range-checked; a missing seed or position is 0."""
     rows, vocab = logits.shape
     device = logits.device
-    config = sample_config(rows, vocab, device_of(device.index or 0).num_sms)
+    draws = temperature is not None
+    config = sample_config(rows, vocab, device_of(device.index or 0).num_sms, draws)
     splits = config.splits
     full = full_width(logits)
     vector = full if logits.stride(0) % full == 0 and vocab % full == 0 else 1
     row = (logits, logits.stride(0), vocab)
     padded = triton.next_power_of_2(splits)
-    draws = temperature is not None
     cut = {"BLOCK": config.block, "VECTOR": vector, "num_warps": config.num_warps}
 
     final = splits == 1 and not draws

@@ -151,8 +151,9 @@ def test_append(rows: int, dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 100, 2048, 2049, 50257, 128256, 262144, 2**31 - 1])
 @pytest.mark.parametrize("rows", [1, 3, 64, 256, 5000])
-def test_sample(rows: int, vocab: int) -> None:
-    config = sample_config(rows, vocab, 132)
+@pytest.mark.parametrize("draws", [True, False])
+def test_sample(rows: int, vocab: int, draws: bool) -> None:
+    config = sample_config(rows, vocab, 132, draws)
     assert (config.splits - 1) * config.chunk < vocab <= config.splits * config.chunk
     assert config.chunk % config.block == 0 and power_of_two(config.block)
     assert config.splits == 1 or rows * config.splits <= 2 * 8 * 132 + rows
