@@ -29,6 +29,13 @@ class Backend:
         """Whether kernels run in Triton's interpreter, where sizes must be small."""
         return self.name == "triton" and self.device == "cpu"
 
+    def skip_if_enormous_scores_are_wrong(self) -> None:
+        """On a GPU, Triton's attention takes scale and base in one multiply-add: what was rounded
+        off the base stays in the exponent, which shows where scores, in base 2, exceed 2^22.
+        """
+        if self.name == "triton" and not self.interpreted:
+            pytest.skip("a known fault of Triton's attention: scores beyond 2^22")
+
 
 INTERPRETED_CASES = 3  # of a test
 

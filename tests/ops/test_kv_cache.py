@@ -253,6 +253,8 @@ def test_fp8_codes_of_every_value(backend: Backend, source: torch.dtype) -> None
 
 
 UNUSUAL_SCALES = [0.0, math.inf, math.nan, -0.5, 1e-40, 1e38, 2.0**-80, 2.0**-126]
+# Next to -50.5, -42.5, -99.5 and 2^-8 + 2^-10 times these, the last of the multiplications decides.
+HARD_SCALES = [0.01806640811264515, 0.01025390438735485, 0.010375973768532276, 0.023437494412064552]
 
 
 @QUANTIZED
@@ -265,12 +267,12 @@ def test_quotients_are_rounded_like_ieee_division(
     """
     heads = 16
     scale = {
-        "common": torch.rand(heads) * 0.02 + 0.01,
+        "common": torch.cat([torch.tensor(HARD_SCALES), torch.rand(heads - 4) * 0.02 + 0.01]),
         "wide": torch.exp2(torch.rand(heads) * 240 - 120),
         "last_mantissas": (torch.randint(0x7FFF00, 0x800000, (heads,)) | 0x3C000000)
         .int()
         .view(torch.float32),
-        "unusual": torch.tensor(UNUSUAL_SCALES).repeat(heads // len(UNUSUAL_SCALES)),
+        "unusual": torch.tensor(UNUSUAL_SCALES).repeat_interleave(heads // len(UNUSUAL_SCALES)),
     }[kind]
     if storage == INT8:
         middles = torch.arange(-128, 128) + 0.5

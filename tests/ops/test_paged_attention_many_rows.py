@@ -266,11 +266,6 @@ def test_scales_of_values_that_grow(
 # --------------------------------------------------------------------------------- enormous scores
 
 
-def skip_where_enormous_scores_are_wrong(backend: Backend) -> None:
-    if backend.name == "triton" and not backend.interpreted:
-        pytest.skip("scale and base in one multiply-add: their rounding shows beyond 2^22")
-
-
 @by_storage
 @pytest.mark.parametrize("tokens", [8, 16, 70])
 @pytest.mark.parametrize("magnitude", [2.0**15, 30080.0])
@@ -283,7 +278,7 @@ def test_equal_keys_of_enormous_scores(
     Products are sums of few bits, exact in any order: rounded, equal keys may differ by 8 and more.
     And there is one piece of keys only: a piece is weighed by its lse, which lacks as much.
     """
-    skip_where_enormous_scores_are_wrong(backend)
+    backend.skip_if_enormous_scores_are_wrong()
     lengths = [75, 90] if backend.interpreted else [75, 193, 256]
     args, pool, maxima = bytes_step(
         backend, [tokens] * len(lengths), lengths, storage, head_dim=head_dim
@@ -312,7 +307,7 @@ def test_a_score_above_an_enormous_base(
 
     First all values are alike, so that the result is known whatever becomes of the weights.
     """
-    skip_where_enormous_scores_are_wrong(backend)
+    backend.skip_if_enormous_scores_are_wrong()
     lengths = [150] if backend.interpreted else [256, 450]
     args, pool, maxima = bytes_step(backend, [tokens] * len(lengths), lengths, storage)
     q = args[0]

@@ -1,4 +1,4 @@
-// Which problems the decode kernel takes, and its launch.
+// Which problems the decode and the extend kernel take, and their launch.
 #include <bit>
 
 #include "../runtime.h"

@@ -1,4 +1,5 @@
-// The decode kernel for the op that calls it: attention of a plan's narrow items, or of wide ones.
+// The decode and the extend kernel for the op that calls them: attention of a plan's narrow items,
+// or of wide ones.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +8,7 @@
 
 namespace fastinfer::cuda {
 
-// Whether the kernel takes the problem's narrow items, and whether it takes the wide ones. It
+// Whether they take the problem's narrow items, and whether it takes the wide ones. It
 // depends on shapes, strides and alignment alone.
 bool decode_supports(const AttentionProblem& p);
 bool decode_supports_wide(const AttentionProblem& p);

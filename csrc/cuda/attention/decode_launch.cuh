@@ -1,4 +1,4 @@
-// Launches the decode kernel for one pair of element formats.
+// Launches the decode or the extend kernel for one pair of element formats.
 #pragma once
 
 #include "decode.cuh"

@@ -1,5 +1,5 @@
-// What the decode kernel is given. Raw pointers only: checks are in checks/attention.h, choice in
-// decode.cu.
+// What the decode and the extend kernel are given. Raw pointers only: checks are in
+// checks/attention.h, choice in decode.cu.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -25,11 +25,7 @@ struct KeyStream {
       begin = first_tile<T>(next, group);
       high = next.high;
     }
-    if (begin < high) look_up(p, smem);
-  }
-
-  __device__ void look_up(const DecodeParams& p, const DecodeSmem<T>& smem) {
-    run = look_up_run<T::kKeys>(p, smem.units[unit & 3], begin);
+    if (begin < high) run = look_up_run<T::kKeys>(p, smem.units[unit & 3], begin);
   }
 
   __device__ void load(const DecodeParams& p, DecodeSmem<T>& smem, int group, int row_group,

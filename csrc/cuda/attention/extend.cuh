@@ -21,20 +21,20 @@ __device__ inline void copy_tiles(const DecodeParams& p, ExtendSmem<T>& smem,
                                   const BlockUnits& units, int group, int half) {
   constexpr int kHalf = T::kKeys / 2, kStep = T::kKeys * T::kKeyGroups;
   const int skipped = half * kHalf;
-  RingPlace<T::kStages> place;
+  Ring<T::kStages> stage;
   for (int u = 0; u < units.count; ++u) {
     const DecodeUnit unit = units.read(p, u);
     int begin = first_tile<T>(unit, group) + skipped;
     KeyRun run = look_up_run<kHalf>(p, unit, begin);
     for (; begin - skipped < unit.high; begin += kStep) {
-      smem.empty[group][place.stage].wait(place.parity ^ 1);
-      const uint32_t keys = ptx::shared_address(smem.tiles[group][place.stage]);
+      smem.empty[group][stage.index].wait(stage.phase ^ 1);
+      const uint32_t keys = ptx::shared_address(smem.tiles[group][stage.index]);
       const uint32_t values = keys + T::kKeys * T::kKPitch;
       copy_keys<T, kHalf, 1>(p, unit, run, begin, keys + skipped * T::kKPitch,
-                             values + skipped * T::kVPitch, smem.scales[group][place.stage],
+                             values + skipped * T::kVPitch, smem.scales[group][stage.index],
                              skipped, 0);
-      ptx::cp_async_arrive(smem.full[group][place.stage]);
-      place.next();
+      ptx::cp_async_arrive(smem.full[group][stage.index]);
+      stage.next();
       run = look_up_run<kHalf>(p, unit, begin + kStep);
     }
   }
@@ -48,7 +48,7 @@ __device__ inline void compute_units(const DecodeParams& p, ExtendSmem<T>& smem,
                                      const BlockUnits& units, int group, int member) {
   if (threadIdx.x == 0 && units.count > 0) smem.units[0] = units.read(p, 0);
   block_barrier<T>();
-  RingPlace<T::kStages> place;
+  Ring<T::kStages> stage;
   for (int u = 0; u < units.count; ++u) {
     const DecodeUnit& unit = smem.units[u & 1];
     prepare_rows<T>(p, smem, unit);
@@ -57,7 +57,7 @@ __device__ inline void compute_units(const DecodeParams& p, ExtendSmem<T>& smem,
     if (threadIdx.x == 0 && u + 1 < units.count) smem.units[(u + 1) & 1] = units.read(p, u + 1);
     __syncwarp();
     WarpgroupState<T> state(group, member, ptx::lane_id());
-    state.take_tiles(p, smem, unit, place);
+    state.take_tiles(p, smem, unit, stage);
     finish_unit<T>(p, smem, unit, state);
   }
 }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(T::kBlockThreads, 1)
   if (warp >= T::kWarps) {
     ptx::registers_decrease<T::kCopyingRegisters>();
     const int copying = warp - T::kWarps;
-    if (copying < 2 * T::kKeyGroups) copy_tiles<T>(p, smem, units, copying / 2, copying % 2);
+    copy_tiles<T>(p, smem, units, copying / 2, copying % 2);
   } else {
     ptx::registers_increase<T::kComputingRegisters>();
     compute_units<T>(p, smem, units, warp / T::kGroupWarps, warp % T::kGroupWarps);

@@ -15,6 +15,8 @@
 //   keys: of a warp's 16 columns the even ones come first.
 #pragma once
 
+#include <cfloat>
+
 #include "../ptx/ldmatrix.h"
 #include "../ptx/stmatrix.h"
 #include "../ptx/wgmma.h"
@@ -75,22 +77,22 @@ struct WarpgroupState {
     }
   }
 
-  // All tiles of a unit, from `place` of the ring on.
+  // All tiles of a unit, from `stage` of the ring on.
   __device__ void take_tiles(const DecodeParams& p, Smem& smem, const DecodeUnit& unit,
-                             RingPlace<T::kStages>& place) {
+                             Ring<T::kStages>& stage) {
     int begin = first_tile<T>(unit, group);
     if (begin >= unit.high) return;
     Keys keys;
-    smem.full[group][place.stage].wait(place.parity);
-    decode_tile_keys(keys, smem.tiles[group][place.stage]);
+    smem.full[group][stage.index].wait(stage.phase);
+    decode_tile_keys(keys, smem.tiles[group][stage.index]);
     while (true) {
-      take_tile(p, smem, unit, place.stage, begin, keys);
-      place.next();
+      take_tile(p, smem, unit, stage.index, begin, keys);
+      stage.next();
       begin += T::kKeys * T::kKeyGroups;
       const bool more = begin < unit.high;
       if (more) {  // beside the last product
-        smem.full[group][place.stage].wait(place.parity);
-        decode_tile_keys(keys, smem.tiles[group][place.stage]);
+        smem.full[group][stage.index].wait(stage.phase);
+        decode_tile_keys(keys, smem.tiles[group][stage.index]);
       }
       ptx::wgmma_wait<0>();
 #pragma unroll

@@ -1,10 +1,9 @@
 // The extend kernel's shapes, and what lies where in shared memory.
 #pragma once
 
-#include <cfloat>
-
 #include "../ptx/mbarrier.h"
 #include "decode_unit.cuh"
+#include "ring.cuh"
 
 namespace fastinfer::cuda {
 
@@ -29,8 +28,9 @@ struct ExtendTraits {
   static constexpr int kGroupWarps = 4;
   static constexpr int kRowParts = kGroupWarps;
   static constexpr int kWarps = kKeyGroups * kGroupWarps;
-  static constexpr int kThreads = kWarps * 32;          // that compute
-  static constexpr int kBlockThreads = kThreads + 128;  // with the warpgroup that copies
+  static constexpr int kThreads = kWarps * 32;  // that compute
+  // A warpgroup more copies, two of its warps for each group.
+  static constexpr int kBlockThreads = kThreads + 128;
   static constexpr int kComputingRegisters = 232, kCopyingRegisters = 40;
 
   // Columns of the result that are merged at once.
@@ -50,6 +50,7 @@ struct ExtendTraits {
 
   static_assert(kByteK && kByteV && kHeadDim % 64 == 0 && kValueDim % 64 == 0);
   static_assert(kStages >= 2, "loading and computing must overlap");
+  static_assert(2 * kKeyGroups == 4, "the warps that copy");
   // Or the warpgroups that compute would wait for registers for ever.
   static_assert(kKeyGroups * kComputingRegisters + kCopyingRegisters <=
                 65536 / kBlockThreads / 8 * 8 * (kKeyGroups + 1));
@@ -73,19 +74,6 @@ struct ExtendSmem {
   alignas(8) float factors[T::kRows], starts[T::kRows];  // as in DecodeSmem
   DecodeUnit units[2];                                   // the present one and the next
   ptx::Mbarrier full[T::kKeyGroups][T::kStages], empty[T::kKeyGroups][T::kStages];
-};
-
-// Where a ring's user is, and the parity of the round.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 }  // namespace fastinfer::cuda

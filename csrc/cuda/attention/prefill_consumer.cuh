@@ -11,6 +11,7 @@
 #include "prefill_rows.cuh"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
+#include "ring.cuh"
 
 namespace fastinfer::cuda {
 

@@ -6,6 +6,7 @@
 #include "../ptx/tma.h"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
+#include "ring.cuh"
 
 namespace fastinfer::cuda {
 

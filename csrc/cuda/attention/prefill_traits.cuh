@@ -69,18 +69,4 @@ struct PrefillShared {
   Mbarrier v_full[Traits::kStages], v_empty[Traits::kStages];
 };
 
-// A place in a ring of buffers, and the parity of its barriers' phase.
-template <int kCount>
-struct Ring {
-  int index = 0;
-  uint32_t phase = 0;
-
-  __device__ void next() {
-    if (++index == kCount) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 }  // namespace fastinfer::cuda
