@@ -28,29 +28,32 @@ bool supports(const AppendProblem& p, int32_t device_index) {
 }
 
 AppendRows append_rows(const AppendSide& side, ScalarType dtype) {
-  const int64_t vectors = side.dim * element_size(dtype) / 16;
-  const int64_t threads = (side.dim + kAppendElements - 1) / kAppendElements;
-  return {side.x,
-          side.x_token_stride,
-          side.x_head_stride,
-          static_cast<int>(vectors),
-          ceil_log2(threads),
-          page_side(side, dtype)};
+  return {side.x, side.x_token_stride, side.x_head_stride,
+          static_cast<int>(side.dim * element_size(dtype) / 16), page_side(side, dtype)};
 }
 
-template <class T>
+template <class T, bool kCopied>
 void launch(const AppendProblem& p, cudaStream_t stream) {
+  const int64_t dim = std::max(p.k.dim, p.v.dim);
+  const int64_t lanes = (dim + kAppendElements<kCopied> - 1) / kAppendElements<kCopied>;
   const AppendParams params{{append_rows(p.k, p.dtype), append_rows(p.v, p.dtype)},
                             p.slot_mapping,
                             static_cast<int32_t>(p.tokens * p.heads),
                             static_cast<int32_t>(p.num_blocks * p.block_size),
+                            ceil_log2(lanes),
                             Divider(static_cast<int32_t>(p.heads)),
                             Divider(static_cast<int32_t>(p.block_size))};
-  const int lanes_log2 = std::max(params.sides[0].lanes_log2, params.sides[1].lanes_log2);
-  const int rows_of_block = kAppendThreads >> lanes_log2;
+  const int rows_of_block = kAppendThreads >> params.lanes_log2;
   const unsigned blocks = (static_cast<unsigned>(params.rows) + rows_of_block - 1) / rows_of_block;
-  append_kernel<T><<<dim3(blocks, 2), kAppendThreads, 0, stream>>>(params);
+  const dim3 grid(blocks, 2 / kAppendSides<kCopied>);
+  append_kernel<T, kCopied><<<grid, kAppendThreads, 0, stream>>>(params);
   FI_CUDA_CHECK(cudaGetLastError(), kOp);
+}
+
+template <class T>
+void launch(const AppendProblem& p, cudaStream_t stream) {
+  const bool copied = p.k.cache_dtype == p.dtype && p.v.cache_dtype == p.dtype;
+  return copied ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
 }
 
 void append_paged_kv_cache_(const Tensor& k, const Tensor& v, const Tensor& k_cache,
