@@ -2,11 +2,14 @@
 // backend's `.out` implementation `kOut` does.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
+
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "checks/attention.h"
+#include "checks/low_bit_gemm.h"
 #include "torch_utils.h"
 
 namespace fastinfer::functional {
@@ -45,6 +48,41 @@ Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
   Tensor out = new_halved("gelu_and_mul", x);
   kOut(x, tanh_approx, out);
   return out;
+}
+
+// A backend's low-bit matrix product is one function for all bits, kOut(bits, x, ..., out).
+template <int kBits, auto kOut>
+void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                      const std::optional<Tensor>& zeros, int64_t group_size,
+                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
+                      const Tensor& out) {
+  kOut(kBits, x, qweight, scales, zeros, group_size, perm, bias, out);
+}
+
+template <int kBits, auto kOut>
+Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                    const std::optional<Tensor>& zeros, int64_t group_size,
+                    const std::optional<Tensor>& perm, const std::optional<Tensor>& bias) {
+  constexpr const char* op = low_bit_gemm_name(kBits);
+  FI_CHECK(x.dim() == 2, op, "x: expected 2 dimensions [M, K], got ", x.dim());
+  FI_CHECK(scales.dim() == 2, op, "scales: expected 2 dimensions [ceil(K / group_size), N], got ",
+           scales.dim());
+  Tensor out = torch::stable::new_empty(x, {x.size(0), scales.size(1)});
+  kOut(kBits, x, qweight, scales, zeros, group_size, perm, bias, out);
+  return out;
+}
+
+// The four ops of a backend. (A second pair of parentheses keeps the macro's argument whole.)
+template <auto kOut>
+void register_low_bit_gemm(torch::stable::detail::StableLibrary& m) {
+  m.impl("int2_gemm", TORCH_BOX((&low_bit_gemm<2, kOut>)));
+  m.impl("int2_gemm.out", TORCH_BOX((&low_bit_gemm_out<2, kOut>)));
+  m.impl("int3_gemm", TORCH_BOX((&low_bit_gemm<3, kOut>)));
+  m.impl("int3_gemm.out", TORCH_BOX((&low_bit_gemm_out<3, kOut>)));
+  m.impl("int4_gemm", TORCH_BOX((&low_bit_gemm<4, kOut>)));
+  m.impl("int4_gemm.out", TORCH_BOX((&low_bit_gemm_out<4, kOut>)));
+  m.impl("int8_gemm", TORCH_BOX((&low_bit_gemm<8, kOut>)));
+  m.impl("int8_gemm.out", TORCH_BOX((&low_bit_gemm_out<8, kOut>)));
 }
 
 template <auto kOut>

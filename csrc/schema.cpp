@@ -21,6 +21,10 @@
   "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, " \
   "bool batch_invariant=False"
 #define FI_OUT_LSE "Tensor(a!) out, Tensor(b!) lse) -> ()"
+// Codes of 2, 3, 4 and 8 bits have one signature.
+#define FI_LOW_BIT_GEMM                                              \
+  "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, " \
+  "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None"
 #define FI_PORTABLE_OPTIONS                                               \
   "float scale, SymInt window_left, SymInt window_right, float softcap, " \
   "Tensor? sinks, Tensor? tree_mask, bool batch_invariant"
@@ -61,6 +65,16 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   // Rotary position embedding.
   m.def("rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, *, bool interleaved=False) -> ()");
 
+  // Matrix products with weights of few bits.
+  m.def("int2_gemm(" FI_LOW_BIT_GEMM ") -> Tensor");
+  m.def("int2_gemm.out(" FI_LOW_BIT_GEMM ", Tensor(a!) out) -> ()");
+  m.def("int3_gemm(" FI_LOW_BIT_GEMM ") -> Tensor");
+  m.def("int3_gemm.out(" FI_LOW_BIT_GEMM ", Tensor(a!) out) -> ()");
+  m.def("int4_gemm(" FI_LOW_BIT_GEMM ") -> Tensor");
+  m.def("int4_gemm.out(" FI_LOW_BIT_GEMM ", Tensor(a!) out) -> ()");
+  m.def("int8_gemm(" FI_LOW_BIT_GEMM ") -> Tensor");
+  m.def("int8_gemm.out(" FI_LOW_BIT_GEMM ", Tensor(a!) out) -> ()");
+
   // Sampling.
   m.def("sample(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None) -> (Tensor, Tensor)");
   m.def("sample.out(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
@@ -76,6 +90,7 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");
+  m.def("_portable_low_bit_gemm(SymInt bits, Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, SymInt group_size, Tensor? perm, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
   m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);
   m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);

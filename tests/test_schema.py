@@ -26,6 +26,10 @@ WITH_OUTPUT = {
     "layer_norm": {"out"},
     "silu_and_mul": {"out"},
     "gelu_and_mul": {"out"},
+    "int2_gemm": {"out"},
+    "int3_gemm": {"out"},
+    "int4_gemm": {"out"},
+    "int8_gemm": {"out"},
     "sample": {"token_ids", "valid"},
 }
 OPS = sorted(IN_PLACE | WITH_OUTPUT)

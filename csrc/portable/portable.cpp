@@ -3,6 +3,7 @@
 
 #include "../checks/activation.h"
 #include "../checks/kv_cache.h"
+#include "../checks/low_bit_gemm.h"
 #include "../checks/merge.h"
 #include "../checks/norm.h"
 #include "../checks/qk_norm_rope_append.h"
@@ -11,6 +12,7 @@
 #include "../functional.h"
 #include "attention.h"
 #include "kv_cache.h"
+#include "low_bit_gemm.h"
 #include "norm.h"
 
 namespace fastinfer {
@@ -74,6 +76,18 @@ void qk_norm_rope_append_(const Tensor& qkv, const Tensor& q_out, const Tensor& 
   call_portable("fastinfer::_portable_qk_norm_rope_append_", qkv, q_out, k_cache, v_cache,
                 slot_mapping, positions, cos_sin, bias, q_weight, k_weight, eps, weight_offset,
                 interleaved, k_scale, v_scale);
+}
+
+// ---- low-bit matrix products (likewise)
+
+void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                      const std::optional<Tensor>& zeros, int64_t group_size,
+                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
+                      const Tensor& out) {
+  const auto p = check_low_bit_gemm(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
+  if (p.m == 0) return;
+  call_portable("fastinfer::_portable_low_bit_gemm", int64_t{bits}, x, qweight, scales, zeros,
+                p.group_size, perm, bias, out);
 }
 
 namespace {
@@ -246,6 +260,7 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
            TORCH_BOX(&functional::merge_attention_states<&merge_attention_states_out>));
     m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
   }
+  functional::register_low_bit_gemm<&low_bit_gemm_out>(m);
   m.impl("layer_norm", TORCH_BOX(&functional::layer_norm<&layer_norm_out>));
   m.impl("layer_norm.out", TORCH_BOX(&layer_norm_out));
   m.impl("fused_add_layer_norm_", TORCH_BOX(&fused_add_layer_norm_));

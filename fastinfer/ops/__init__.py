@@ -11,6 +11,7 @@ from fastinfer.ops.attention import (
     paged_attention_workspace_size,
     plan_attention,
 )
+from fastinfer.ops.gemm import int2_gemm, int3_gemm, int4_gemm, int8_gemm
 from fastinfer.ops.kv_cache import append_paged_kv_cache_, qk_norm_rope_append_
 from fastinfer.ops.norm import (
     fused_add_layer_norm_,
@@ -31,6 +32,10 @@ __all__ = [
     "fused_add_layer_norm_",
     "fused_add_rms_norm_",
     "gelu_and_mul",
+    "int2_gemm",
+    "int3_gemm",
+    "int4_gemm",
+    "int8_gemm",
     "layer_norm",
     "merge_attention_states",
     "op_families",

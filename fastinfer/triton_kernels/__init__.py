@@ -24,6 +24,7 @@ LAUNCHERS = {
     "rotary_embedding_": "rotary",
     "append_paged_kv_cache_": "kv_cache",
     "qk_norm_rope_append_": "qk_norm_rope_append",
+    "low_bit_gemm": "low_bit_gemm",
     "sample": "sampling",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",

@@ -1,0 +1,130 @@
+// The door of the low-bit matrix products, the same for every backend: tensors in, a problem of raw
+// pointers out. The entries of perm are contents and are checked where they can be read
+// (cpu/low_bit_gemm.cpp).
+#pragma once
+
+#include "../torch_utils.h"
+
+namespace fastinfer {
+
+constexpr int64_t kLowBitTile = 64;  // features and inputs of a packed tile
+constexpr int64_t kQuantGroupUnit = 16;
+
+// W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]), g = k / group_size; zeros that are null stand
+// for 2^(bits - 1).
+struct LowBitGemmProblem {
+  const char* op;
+  int bits;
+  ScalarType dtype;        // of x and out
+  ScalarType scale_dtype;  // of scales and zeros
+  ScalarType bias_dtype;
+  // group_size is a multiple of 16 always: where one group holds the whole of K, K rounded up to
+  // the tile.
+  int64_t m, n, k, group_size, groups;
+  const void* x;  // [M, K]
+  int64_t x_row_stride;
+  const int32_t* qweight;  // [ceil(N / 64), ceil(K / 64), bits * 128]
+  const void* scales;      // [groups, N]
+  const void* zeros;       // [groups, N] or null
+  const int32_t* perm;     // [K] or null
+  const void* bias;        // [N] or null
+  void* out;               // [M, N]
+  int64_t out_row_stride;
+};
+
+// The name of an op with codes of so many bits, as messages carry it.
+constexpr const char* low_bit_gemm_name(int bits) {
+  return bits == 2 ? "int2_gemm" : bits == 3 ? "int3_gemm" : bits == 4 ? "int4_gemm" : "int8_gemm";
+}
+
+inline LowBitGemmProblem check_low_bit_gemm(
+    int bits, const Tensor& x_tensor, const Tensor& qweight_tensor, const Tensor& scales_tensor,
+    const std::optional<Tensor>& zeros_tensor, int64_t group_size,
+    const std::optional<Tensor>& perm_tensor, const std::optional<Tensor>& bias_tensor,
+    const Tensor& out_tensor) {
+  const char* op = low_bit_gemm_name(bits);
+  const Arg x = read_arg(op, "x", x_tensor);
+  expect_rank(x, 2, "[M, K]");
+  expect_float(x);
+  expect_dense_last(x);
+  const int64_t m = x.size(0), k = x.size(1);
+  FI_CHECK(k >= 1, op, "x: expected at least 1 column, got shape ", shape_text(x));
+
+  FI_CHECK(group_size >= 1 && (group_size % kQuantGroupUnit == 0 || group_size >= k), op,
+           "group_size: expected a positive multiple of ", kQuantGroupUnit, ", or at least the ", k,
+           " columns of x, got ", group_size);
+  const int64_t groups = (k - 1) / group_size + 1;
+
+  const Arg scales = read_arg(op, "scales", scales_tensor);
+  expect_rank(scales, 2, "[ceil(K / group_size), N]");
+  expect_float(scales);
+  const int64_t n = scales.size(1);
+  FI_CHECK(n >= 1, op, "scales: expected at least 1 column, got shape ", shape_text(scales));
+  expect_shape(scales, {groups, n});
+  expect_contiguous(scales);
+  expect_same_device(scales, x);
+
+  const Arg qweight = read_arg(op, "qweight", qweight_tensor);
+  expect_dtype(qweight, {ScalarType::Int});
+  expect_shape(qweight,
+               {(n - 1) / kLowBitTile + 1, (k - 1) / kLowBitTile + 1, int64_t{bits} * 128});
+  expect_contiguous(qweight);
+  expect_same_device(qweight, x);
+  FI_CHECK(reinterpret_cast<uintptr_t>(qweight.data) % 16 == 0, op,
+           "qweight: expected an address that is a multiple of 16, got one that is ",
+           reinterpret_cast<uintptr_t>(qweight.data) % 16, " past one");
+
+  const Arg out = read_arg(op, "out", out_tensor);
+  expect_same_dtype(out, x);
+  expect_shape(out, {m, n});
+  expect_dense_last(out);
+  expect_writable(out);
+  expect_same_device(out, x);
+  expect_no_overlap(out, x);
+
+  LowBitGemmProblem p{};
+  p.op = op;
+  p.bits = bits;
+  p.dtype = x.dtype;
+  p.scale_dtype = scales.dtype;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.group_size = groups == 1 ? ((k - 1) / kLowBitTile + 1) * kLowBitTile : group_size;
+  p.groups = groups;
+  p.x = x.data;
+  p.x_row_stride = x.stride(0);
+  p.qweight = static_cast<const int32_t*>(qweight.data);
+  p.scales = scales.data;
+  p.out = out.data;
+  p.out_row_stride = out.stride(0);
+  if (zeros_tensor.has_value()) {
+    const Arg zeros = read_arg(op, "zeros", *zeros_tensor);
+    expect_same_dtype(zeros, scales);
+    expect_same_shape(zeros, scales);
+    expect_contiguous(zeros);
+    expect_same_device(zeros, x);
+    p.zeros = zeros.data;
+  }
+  if (perm_tensor.has_value()) {
+    const Arg perm = read_arg(op, "perm", *perm_tensor);
+    expect_dtype(perm, {ScalarType::Int});
+    expect_shape(perm, {k});
+    expect_contiguous(perm);
+    expect_same_device(perm, x);
+    p.perm = static_cast<const int32_t*>(perm.data);
+  }
+  if (bias_tensor.has_value()) {
+    const Arg bias = read_arg(op, "bias", *bias_tensor);
+    expect_shape(bias, {n});
+    FI_CHECK(bias.dtype == x.dtype || bias.dtype == ScalarType::Float, op, "bias: expected dtype ",
+             dtype_name(x.dtype), " as x or float32, got ", dtype_name(bias.dtype));
+    expect_contiguous(bias);
+    expect_same_device(bias, x);
+    p.bias = bias.data;
+    p.bias_dtype = bias.dtype;
+  }
+  return p;
+}
+
+}  // namespace fastinfer

@@ -1,0 +1,74 @@
+// CPU: int2_gemm, int3_gemm, int4_gemm, int8_gemm.
+#include "../checks/low_bit_gemm.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "../functional.h"
+#include "../portable/portable.h"
+#include "elements.h"
+#include "low_bit_gemm_kernels.h"
+#include "parallel.h"
+
+namespace fastinfer::cpu {
+namespace {
+
+LowBitGemmFunction function_of(int bits) {
+  const LowBitGemmKernels& kernels = low_bit_gemm_kernels();
+  switch (bits) {
+    case 2: return kernels.bits2;
+    case 3: return kernels.bits3;
+    case 4: return kernels.bits4;
+    default: return kernels.bits8;
+  }
+}
+
+void check_perm(const LowBitGemmProblem& p) {
+  if (p.perm == nullptr) return;
+  for (int64_t i = 0; i < p.k; ++i) {
+    FI_CHECK(p.perm[i] >= 0 && p.perm[i] < p.k, p.op, "perm: expected values in [0, ", p.k,
+             ") as x has columns, got ", p.perm[i], " at index ", i);
+  }
+}
+
+void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Tensor& scales,
+                      const std::optional<Tensor>& zeros, int64_t group_size,
+                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
+                      const Tensor& out) {
+  const LowBitGemmProblem p =
+      check_low_bit_gemm(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
+  check_perm(p);
+  if (p.m == 0) return;
+  const LowBitGemmArgs args{p.x,
+                            element_index(p.dtype),
+                            p.x_row_stride,
+                            p.qweight,
+                            p.scales,
+                            p.zeros,
+                            element_index(p.scale_dtype),
+                            p.perm,
+                            p.bias,
+                            element_index(p.bias_dtype),
+                            p.out,
+                            p.out_row_stride,
+                            p.n,
+                            p.k,
+                            p.group_size};
+  const LowBitGemmFunction function = function_of(bits);
+  const int64_t tiles = (p.n - 1) / kGemmTile + 1;
+  const int64_t blocks = (p.m - 1) / kGemmRowBlock + 1;
+  const int64_t cost = kGemmTile * p.k * std::min(p.m, kGemmRowBlock);
+  parallel_for(tiles * blocks, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item % blocks * kGemmRowBlock;
+      function(args, item / blocks, row, std::min(row + kGemmRowBlock, p.m));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace fastinfer::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
+  if (fastinfer::portable_forced_on_cpu()) return;
+  fastinfer::functional::register_low_bit_gemm<&fastinfer::cpu::low_bit_gemm_out>(m);
+}
