@@ -173,6 +173,47 @@ def test_norms_and_activations_equal_torch() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_packed_codes_stand_where_the_layout_says(bits: int) -> None:
+    """Read by Python loops; 70 x 130 takes 2 x 3 tiles."""
+    codes = torch.randint(0, 2**bits, (70, 130))
+    packed = reference.pack_codes(codes, bits)
+    assert packed.shape == (2, 3, bits * 128) and packed.dtype == torch.int32
+    assert torch.equal(reference.unpack_codes(packed, bits, 70, 130), codes)
+    for n, k in [(0, 0), (69, 129), *torch.randint(0, 70, (40, 2)).tolist()]:
+        row16, step, lane, h = n % 64 // 16, k % 64 // 16, n % 8 * 4 + k % 8 // 2, k % 2
+        r = n // 8 % 2 + 2 * (k // 8 % 2)
+        parts = {
+            2: [(2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2)],
+            3: [
+                (2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2),
+                (8 + row16, r + 4 * step + 16 * h, 1),
+            ],
+            4: [(4 * row16 + step, 4 * r + 16 * h, 4)],
+            8: [(2 * (4 * row16 + step) + r // 2, 8 * (r % 2) + 16 * h, 8)],
+        }[bits]
+        code = 0
+        for i, (word, first, width) in enumerate(parts):
+            loads = packed[n // 64, k // 64].view(bits, 32, 4)
+            value = loads[word // 4, lane, word % 4].item() % 2**32
+            code |= (value >> first) % 2**width << 2 * i
+        assert code == codes[n, k], (n, k)
+
+
+def test_low_bit_gemm_is_a_product_with_the_dequantized_weight() -> None:
+    codes, x = torch.randint(0, 16, (5, 40)), double(3, 40)
+    scales, zeros, bias = double(3, 5), double(3, 5), double(5)
+    perm = torch.randperm(40)
+    weight = torch.empty(5, 40, dtype=torch.float64)
+    for n in range(5):
+        for k in range(40):
+            weight[n, perm[k]] = scales[k // 16, n] * (codes[n, k] - zeros[k // 16, n])
+    out = reference.low_bit_gemm(
+        4, x, reference.pack_codes(codes, 4), scales, zeros, group_size=16, perm=perm, bias=bias
+    )
+    torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_a_complex_rotation_of_pairs(interleaved: bool) -> None:
     q, positions = double(3, 2, 10), torch.tensor([0, 4, 2])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastinfer.ops  # noqa: F401  (defines torch.ops.fastinfer)
 from tests.helpers import cumulative, make_pages, random_tree_masks
-from tests.reference import rotary_cos_sin
+from tests.reference import pack_codes, rotary_cos_sin
 
 Arguments = dict[str, Any]
 
@@ -23,6 +23,10 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("out",),
     "silu_and_mul": ("out",),
     "gelu_and_mul": ("out",),
+    "int2_gemm": ("out",),
+    "int3_gemm": ("out",),
+    "int4_gemm": ("out",),
+    "int8_gemm": ("out",),
     "sample": ("token_ids", "valid"),
 }
 # The arguments that an in-place op changes.
@@ -36,6 +40,8 @@ MUTATED: dict[str, tuple[str, ...]] = {
 OPS = [*OUTPUTS, *MUTATED]
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 24
+# One feature and one input past a packed tile, and past a group: one less shows in every shape.
+GEMM_N, GEMM_K = 65, 65
 
 
 def _dense(tokens: int, dtype: torch.dtype) -> Arguments:
@@ -236,6 +242,29 @@ def _rotary_q(tokens: int, dtype: torch.dtype) -> Arguments:
     return {**_rotary(tokens, dtype), "k": None, "interleaved": False}
 
 
+def _symmetric_gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        codes = torch.randint(0, 2**bits, (GEMM_N, GEMM_K))
+        scales = torch.rand(-(-GEMM_K // 16), GEMM_N).to(dtype) + 0.5
+        x = torch.randn(tokens, GEMM_K).to(dtype)
+        return {"x": x, "qweight": pack_codes(codes, bits), "scales": scales, "group_size": 16}
+
+    return arguments
+
+
+def _gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        symmetric = _symmetric_gemm(bits)(tokens, dtype)
+        return {
+            **symmetric,
+            "zeros": torch.rand_like(symmetric["scales"]) * 2**bits,
+            "perm": torch.randperm(GEMM_K, dtype=torch.int32),
+            "bias": torch.randn(GEMM_N),
+        }
+
+    return arguments
+
+
 def _greedy(tokens: int, dtype: torch.dtype) -> Arguments:
     return {"logits": torch.randn(tokens, 50).to(dtype)}
 
@@ -267,6 +296,10 @@ _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "silu_and_mul": {"plain": _activation},
     "gelu_and_mul": {"plain": _activation, "tanh": _gelu_tanh},
     "rotary_embedding_": {"plain": _rotary, "q_only": _rotary_q},
+    "int2_gemm": {"plain": _gemm(2)},
+    "int3_gemm": {"plain": _gemm(3)},
+    "int4_gemm": {"plain": _gemm(4), "symmetric": _symmetric_gemm(4)},
+    "int8_gemm": {"plain": _gemm(8)},
     "sample": {"plain": _sample, "greedy": _greedy},
 }
 

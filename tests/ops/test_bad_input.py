@@ -13,7 +13,7 @@ from tests.ops.op_inputs import MUTATED, OPS, OUTPUTS, Arguments, everything, ma
 # Arguments that hold lengths, indices and masks.
 INTEGERS = {
     "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
-    "positions", "top_k", "seeds",
+    "positions", "top_k", "seeds", "qweight", "perm",
 }  # fmt: skip
 
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.
@@ -64,6 +64,13 @@ SIZES = [
     ("rms_norm", "x", 1), ("rms_norm", "weight", 0),
     ("layer_norm", "x", 1), ("layer_norm", "weight", 0), ("layer_norm", "bias", 0),
     ("silu_and_mul", "x", 1), ("gelu_and_mul", "x", 1),
+    *[
+        (f"int{bits}_gemm", name, dim)
+        for bits in (2, 3, 4, 8)
+        for name, dims in (("x", 1), ("qweight", 3), ("scales", 2), ("zeros", 2), ("perm", 1),
+                           ("bias", 1))
+        for dim in (range(dims) if name != "x" else [1])
+    ],
     ("sample", "temperature", 0), ("sample", "top_k", 0), ("sample", "top_p", 0),
     ("sample", "min_p", 0), ("sample", "seeds", 0), ("sample", "positions", 0),
     ("append_paged_kv_cache_", "k", 0), ("append_paged_kv_cache_", "k", 1),

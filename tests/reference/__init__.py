@@ -22,6 +22,12 @@ from tests.reference.kv_cache import (
     qk_norm_rope_append_,
     quantize_rows,
 )
+from tests.reference.low_bit_gemm import (
+    dequantized,
+    low_bit_gemm,
+    pack_codes,
+    unpack_codes,
+)
 from tests.reference.norm import (
     add_to_residual,
     fused_add_layer_norm_,
@@ -50,6 +56,7 @@ __all__ = [
     "add_to_residual",
     "append_paged_kv_cache_",
     "attend",
+    "dequantized",
     "flash_attention",
     "flash_attention_varlen",
     "fused_add_layer_norm_",
@@ -58,7 +65,9 @@ __all__ = [
     "gumbel_noise",
     "kept_tokens",
     "layer_norm",
+    "low_bit_gemm",
     "merge_attention_states",
+    "pack_codes",
     "paged_attention",
     "philox4x32",
     "popcount",
@@ -72,6 +81,7 @@ __all__ = [
     "rotary_pairs",
     "sample",
     "silu_and_mul",
+    "unpack_codes",
     "visible_keys",
     "weighted_sum",
 ]

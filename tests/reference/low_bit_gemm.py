@@ -87,9 +87,9 @@ def low_bit_gemm(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """x W^T + bias, the weight rounded to `dtype` first."""
-    weight = dequantized(
-        qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1]
-    ).to(dtype)
+    weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1]).to(
+        dtype
+    )
     if perm is not None:
         x = x[:, perm.long()]
     out = x.to(dtype) @ weight.T

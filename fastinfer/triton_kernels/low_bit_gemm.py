@@ -1,0 +1,250 @@
+"""Matrix products with weights of 2, 3, 4 and 8 bits in the packed layout of fastinfer/ops/gemm.py.
+
+A program makes a tile of the transposed result: the weight is the first operand of the product,
+since its packed tiles are that operand's registers. Codes minus the middle of their range are exact
+in every element type, so tensor cores multiply integers; sums are in fp32, and each group's gets
+its scale there. What a zero differs from the middle enters by way of the sum of x over the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastinfer.triton_kernels.launch import Device, device_of, launch
+from fastinfer.triton_kernels.rows import INTERPRETED, to_element, to_float
+
+TILE = 64
+"""Features and inputs of a packed tile."""
+STEP = 16
+"""Inputs of a packed tile's unit along K."""
+
+_TILE: tl.constexpr = tl.constexpr(TILE)
+_STEP: tl.constexpr = tl.constexpr(STEP)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """The tile of a program; printable, and all that tuning may change."""
+
+    block_m: int  # rows of x
+    tiles: int  # packed tiles along N
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, bits: int, itemsize: int) -> int:
+        """Bytes of shared memory that the pipeline and the decoded weight take at most."""
+        x = self.block_m * TILE * itemsize
+        words = self.tiles * bits * 512
+        # On its way to another layout; 16-bit weights are where tensor cores take them.
+        weight = self.tiles * TILE * TILE * itemsize if itemsize == 4 else 0
+        result = self.tiles * TILE * self.block_m * 4  # likewise, after the loop
+        return max((x + words) * self.num_stages + weight, result)
+
+
+C = GemmConfig
+# From the largest tile to the smallest; the last one serves any problem.
+_HALF = (C(128, 2, 8, 3), C(64, 2, 8, 3), C(64, 1, 4, 3), C(32, 1, 4, 4), C(16, 1, 4, 4))
+# fp32 has no tensor cores that keep its precision: small tiles, so that registers suffice.
+_FULL_PRECISION = (C(32, 1, 4, 2), C(16, 1, 4, 2))
+
+
+def gemm_config(device: Device, *, m: int, n: int, bits: int, itemsize: int) -> GemmConfig:
+    """The largest tile that fits the device, is filled by the rows and leaves no processor idle."""
+    table = _FULL_PRECISION if itemsize == 4 else _HALF
+    for config in table[:-1]:
+        programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.tiles * TILE)
+        if (
+            config.shared_memory(bits, itemsize) <= device.shared_memory
+            and m > config.block_m // 2
+            and (programs >= device.num_sms or m <= config.block_m)
+        ):
+            return config
+    return table[-1]
+
+
+def block_k(group_size: int) -> int:
+    """Inputs of one product: 64, or as many as lie in one group wherever they begin."""
+    return min(TILE, group_size & -group_size)
+
+
+@triton.jit
+def _plane(
+    packed, tile_stride, tiles, step,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """WIDTH (1, 2, 4, 8) bits of every code, from word FIRST of a lane on: [features, inputs].
+
+    A word has the codes of one or more steps, or, for 8 bits, half of one's. It is halved again and
+    again, which keeps a lane's codes in the thread that loaded its words, and the axes are put in
+    order: no thread needs another's.
+    """
+    STEPS_OF_WORD: tl.constexpr = 4 // WIDTH if WIDTH < 4 else 1
+    WORDS_OF_STEP: tl.constexpr = 2 if WIDTH == 8 else 1
+    PAIRS: tl.constexpr = 2 // WORDS_OF_STEP  # values of r // 2 in a word
+    LOADED: tl.constexpr = STEPS // STEPS_OF_WORD if STEPS > STEPS_OF_WORD else 1
+    TAKEN: tl.constexpr = STEPS // LOADED  # steps out of a loaded word
+
+    index = tl.arange(0, TILES * 4 * 32 * LOADED * WORDS_OF_STEP)
+    part = index % WORDS_OF_STEP
+    loaded = index // WORDS_OF_STEP % LOADED
+    lane = index // (WORDS_OF_STEP * LOADED) % 32
+    row16 = index // (WORDS_OF_STEP * LOADED * 32) % 4
+    tile = index // (WORDS_OF_STEP * LOADED * 32 * 4)
+    word = row16 * (4 // STEPS_OF_WORD) + step // STEPS_OF_WORD + loaded
+    word = word * WORDS_OF_STEP + part + FIRST
+    offset = tile * tile_stride + word // 4 * 128 + lane * 4 + word % 4
+    words = tl.load(packed + offset, mask=tile < tiles, other=0)
+
+    codes = words >> (WIDTH * 4 * (step % STEPS_OF_WORD))
+    HALVES: tl.constexpr = (TAKEN * PAIRS).bit_length()
+    for half in tl.static_range(HALVES):
+        codes = tl.join(codes, codes >> (WIDTH << (HALVES - 1 - half)))
+    codes = tl.join(codes, codes >> 16) & ((1 << WIDTH) - 1)
+    codes = codes.reshape(TILES, 4, 8, 4, LOADED, WORDS_OF_STEP, TAKEN, PAIRS, 2, 2)
+    codes = codes.permute(0, 1, 8, 2, 4, 6, 5, 7, 3, 9)
+    return codes.reshape(TILES * _TILE, STEPS * _STEP)
+
+
+@triton.jit
+def _codes(
+    packed, tile_stride, tiles, step,
+    BITS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    if BITS == 3:
+        low = _plane(packed, tile_stride, tiles, step, 2, 0, TILES, STEPS)
+        return low | (_plane(packed, tile_stride, tiles, step, 1, 8, TILES, STEPS) << 2)
+    else:
+        return _plane(packed, tile_stride, tiles, step, BITS, 0, TILES, STEPS)
+
+
+@triton.jit(do_not_specialize=["m"])
+def low_bit_gemm_kernel(
+    x_ptr,  # [M, K]
+    qweight_ptr,  # [ceil(N / 64), ceil(K / 64), BITS * 128]
+    scales_ptr,  # [groups, N]
+    zeros_ptr,  # [groups, N] or None
+    perm_ptr,  # [K] or None
+    bias_ptr,  # [N] or None
+    out_ptr,  # [M, N]
+    m,
+    n,
+    k,
+    group_size,
+    x_stride,
+    out_stride,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_PERM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """out = x W^T + bias for BLOCK_M rows and TILES * 64 features; neighbours share the weight."""
+    BLOCK_N: tl.constexpr = TILES * _TILE
+    BLOCK_K: tl.constexpr = STEPS * _STEP
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # fp32 has the digits for q - zero itself.
+    SUBTRACT: tl.constexpr = HAS_ZEROS and dtype == tl.float32
+
+    blocks_m = tl.cdiv(m, BLOCK_M)
+    first_tile = tl.program_id(0) // blocks_m * TILES
+    row = (tl.program_id(0) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    feature = first_tile * _TILE + tl.arange(0, BLOCK_N)
+    inside_m, inside_n = row < m, feature < n
+    x_rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    tile_stride = tl.cdiv(k, _TILE) * (BITS * 128)
+    packed = qweight_ptr + first_tile.to(tl.int64) * tile_stride
+    tiles = tl.cdiv(n, _TILE) - first_tile
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        col = begin + tl.arange(0, BLOCK_K)
+        inside_k = col < k
+        mask = inside_m[:, None] & inside_k[None, :]
+        if HAS_PERM:
+            # What lies outside x makes NaN and is not read.
+            col = tl.load(perm_ptr + col, mask=inside_k, other=0)
+            known = (col >= 0) & (col < k)
+            other = tl.where(known, 0.0, float("nan"))
+            x = tl.load(x_rows + col[None, :], mask=mask & known[None, :], other=other[None, :])
+        else:
+            x = tl.load(x_rows + col[None, :], mask=mask, other=0.0)
+        tile_words = packed + begin // _TILE * (BITS * 128)
+        step = 0 if STEPS == 4 else begin // _STEP % 4
+        codes = _codes(tile_words, tile_stride, tiles, step, BITS, TILES, STEPS)
+        # 2^23 with a code in its last bits is their sum: faster than a conversion.
+        weight = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        group = (begin // group_size).to(tl.int64) * n + feature
+        scale = to_float(tl.load(scales_ptr + group, mask=inside_n, other=0.0))
+        if HAS_ZEROS:
+            zero = to_float(tl.load(zeros_ptr + group, mask=inside_n, other=0.0))
+        if SUBTRACT:
+            weight -= zero[:, None]
+        else:
+            weight -= MIDDLE
+        if INTERPRETED:  # which has no bf16 products
+            part = tl.dot(weight, tl.trans(to_float(x)))
+        else:
+            part = tl.dot(weight.to(dtype), tl.trans(x), input_precision="ieee")
+        if HAS_ZEROS and not SUBTRACT:
+            part -= (zero - MIDDLE)[:, None] * tl.sum(to_float(x), axis=1)[None, :]
+        acc += scale[:, None] * part
+
+    if HAS_BIAS:
+        acc += to_float(tl.load(bias_ptr + feature, mask=inside_n, other=0.0))[:, None]
+    out_rows = out_ptr + row.to(tl.int64)[:, None] * out_stride
+    tl.store(
+        out_rows + feature[None, :],
+        tl.trans(to_element(acc, out_ptr.dtype.element_ty)),
+        mask=inside_m[:, None] & inside_n[None, :],
+    )
+
+
+def low_bit_gemm(
+    bits: int,
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_size: int,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out = x W^T + bias; group_size is a multiple of 16."""
+    (m, k), n = x.shape, out.shape[1]
+    device = device_of(x.get_device())
+    config = gemm_config(device, m=m, n=n, bits=bits, itemsize=x.element_size())
+    launch(
+        low_bit_gemm_kernel,
+        (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.tiles * TILE),),
+        x,
+        x,
+        qweight,
+        scales,
+        zeros,
+        perm,
+        bias,
+        out,
+        m,
+        n,
+        k,
+        group_size,
+        x.stride(0),
+        out.stride(0),
+        BITS=bits,
+        BLOCK_M=config.block_m,
+        TILES=config.tiles,
+        STEPS=block_k(group_size) // STEP,
+        HAS_ZEROS=zeros is not None,
+        HAS_PERM=perm is not None,
+        HAS_BIAS=bias is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
