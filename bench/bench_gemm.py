@@ -1,0 +1,62 @@
+"""Products with weights of 2, 3, 4 and 8 bits against products with whole weights: on a GPU cuBLAS
+with bf16 weights, on a CPU torch's fp32 product with the dequantized weight.
+
+Codes and weights are drawn apart: what a product costs does not depend on them. Shapes are those of
+the weight, N x K.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from bench.harness import Case, Suite
+from fastinfer import ops
+
+OPS = {2: ops.int2_gemm, 3: ops.int3_gemm, 4: ops.int4_gemm, 8: ops.int8_gemm}
+GROUP = 128
+SHAPES = {
+    "cpu": [(576, 1536), (2048, 2048)],
+    "cuda": [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672)],
+}
+ROWS = {"cpu": [1, 16, 256], "cuda": [1, 16, 64, 256, 1024, 4096]}
+# The other widths, where the weight counts.
+SIBLINGS = {"cpu": (2048, 2048), "cuda": (28672, 4096)}
+SIBLING_ROWS = [1, 16, 256]
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+PEER = {"cpu": "eager", "cuda": "cublas_bf16"}
+
+
+def pytest_generate_tests(metafunc):
+    device = metafunc.config.getoption("--bench-device")
+    cases = [(4, *shape, m) for shape in SHAPES[device] for m in ROWS[device]]
+    cases += [(bits, *SIBLINGS[device], m) for bits in (2, 3, 8) for m in SIBLING_ROWS]
+    ids = [f"int{bits}-{n}x{k}-m{m}" for bits, n, k, m in cases]
+    metafunc.parametrize(("bits", "n", "k", "m"), cases, ids=ids)
+
+
+def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
+    device, dtype = suite.device, DTYPE[suite.device.type]
+    op = OPS[bits]
+
+    def make() -> tuple[torch.Tensor, ...]:
+        x = torch.randn(m, k, device=device).to(dtype)
+        words = (n // 64, k // 64, bits * 128)
+        qweight = torch.randint(-(2**31), 2**31, words, dtype=torch.int32, device=device)
+        scales = (torch.rand(k // GROUP, n, device=device) + 0.5).to(dtype)
+        return x, qweight, scales, torch.randn(n, k, device=device).to(dtype)
+
+    read = m * k * dtype.itemsize + n * k * bits // 8 + n * k // GROUP * dtype.itemsize
+    return Case(
+        name=f"int{bits}_gemm/g{GROUP}/{n}x{k}/m{m}",
+        make=make,
+        run=lambda x, qweight, scales, weight: op(x, qweight, scales, group_size=GROUP),
+        peers={PEER[device.type]: lambda x, qweight, scales, weight: F.linear(x, weight)},
+        bytes_moved=read + m * n * dtype.itemsize,
+        flops=2 * m * n * k,
+        read_bytes=read,
+    )
+
+
+def test_gemm(record, suite, bits, n, k, m):
+    record(case(suite, bits, n, k, m))
