@@ -46,8 +46,9 @@ class GemmConfig:
 
 
 C = GemmConfig
-# From the largest tile to the smallest; the last one serves any problem.
-_HALF = (C(128, 2, 8, 3), C(64, 2, 8, 3), C(64, 1, 4, 3), C(32, 1, 4, 4), C(16, 1, 4, 4))
+# From the largest tile to the smallest; the last one serves any problem. Few rows wait for memory
+# alone: many stages.
+_HALF = (C(128, 2, 8, 4), C(64, 2, 8, 3), C(64, 1, 4, 4), C(32, 1, 4, 6), C(16, 1, 4, 8))
 # fp32 has no tensor cores that keep its precision: small tiles, so that registers suffice.
 _FULL_PRECISION = (C(32, 1, 4, 2), C(16, 1, 4, 2))
 
