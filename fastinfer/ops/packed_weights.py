@@ -374,7 +374,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack(qweight: Tensor, bits: int, n: int, k: int) -> Tensor:
     tiles_n, tiles_k, words = qweight.shape
-    data = qweight.reshape(-1, words).view(torch.uint8)
+    data = qweight.contiguous().view(-1, words).view(torch.uint8)
     codes = torch.zeros(len(data), _TILE**2, dtype=torch.uint8, device=qweight.device)
     begin = 0
     for width, low in _PLANES[bits]:
