@@ -242,6 +242,9 @@ def repack_gptq(
     _check_matrix(op, "qweight", qweight)
     _check_gptq_format(op, checkpoint_format)
     rows, n = qweight.shape
+    if g_idx is None:
+        whole = rows * 32 % bits == 0
+        check(op, whole, f"qweight: expected a multiple of {bits} rows without g_idx, got {rows}")
     k = rows * 32 // bits if g_idx is None else g_idx.numel()
     check_tensor(op, "qweight", qweight, (_words(k, bits), n), torch.int32)
     group_size = checked_group_size(op, group_size, k)
@@ -463,7 +466,8 @@ def _unpack_stream(words: Tensor, bits: int, count: int) -> Tensor:
     Eight values fill `bits` bytes, and none straddles more than two.
     """
     mask, units = 2**bits - 1, -(-count // 8)
-    data = words.contiguous().view(torch.uint8)
+    # A copy, since what is contiguous because it has one column may still not be seen as bytes.
+    data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     data = pad(data, (0, units * bits - data.shape[1])).unflatten(1, (units, bits))
     values = data.new_empty(len(words), units, 8)
     for i in range(8):
