@@ -272,7 +272,7 @@ def quantize_weight(
         rows = weight[first:last].float()
         _check_finite(op, rows, first)
         # Zeros that fill up the last group change neither its least nor its greatest.
-        grouped = pad(rows, (0, groups * group_size - k)).view(-1, groups, group_size)
+        grouped = pad(rows, (0, groups * group_size - k)).reshape(-1, groups, group_size)
         low = grouped.amin(2).clamp(max=0)
         high = grouped.amax(2).clamp(min=0)
         if symmetric:
@@ -280,12 +280,11 @@ def quantize_weight(
         else:
             scale = high / largest - low / largest  # high - low might overflow
         scale = scale.to(scale_dtype)
-        check(
-            op,
-            bool(scale.isfinite().all()),
-            f"scale_dtype: expected one that holds scales for weights up to "
-            f"{float(rows.abs().max()):g}, got {scale_dtype}",
-        )
+        if not scale.isfinite().all():
+            raise ValueError(
+                f"fastinfer::{op}: scale_dtype: expected one that holds scales for weights up to "
+                f"{float(rows.abs().max()):g}, got {scale_dtype}"
+            )
         scale = torch.where(scale == 0, 1, scale)
         scales[:, first:last] = scale.t()
         scale = scale.float()
@@ -305,10 +304,9 @@ def _check_finite(op: str, rows: Tensor, first: int) -> None:
     finite = rows.isfinite()
     if not finite.all():
         n, k = (~finite).nonzero()[0].tolist()
-        check(
-            op,
-            False,
-            f"weight: expected finite values, got {float(rows[n, k])} at [{first + n}, {k}]",
+        raise ValueError(
+            f"fastinfer::{op}: weight: expected finite values, got {float(rows[n, k])} at "
+            f"[{first + n}, {k}]"
         )
 
 

@@ -407,13 +407,12 @@ def _sorted_columns(
         at = int((found != regular).nonzero()[0])
         group, other = int(regular[at]), int(found[at])
         size = min(group_size, k - group * group_size)
-        check(
-            op,
-            False,
-            f"{name}: expected groups 0 .. {int(regular[-1])} with {group_size} columns each (the "
-            f"last one with what is left), got {int((g_idx == group).sum())} instead of {size} in "
-            f"group {group}, and {int((g_idx == other).sum())} in group {other}; a row-parallel "
-            "shard of an act-order weight is like that: repack the whole, then split it",
+        raise ValueError(
+            f"fastinfer::{op}: {name}: expected groups 0 .. {int(regular[-1])} with {group_size} "
+            f"columns each (the last one with what is left), got {int((g_idx == group).sum())} "
+            f"instead of {size} in group {group}, and {int((g_idx == other).sum())} in group "
+            f"{other}; a row-parallel shard of an act-order weight is like that: repack the whole, "
+            "then split the sorted columns"
         )
     return perm.int()
 

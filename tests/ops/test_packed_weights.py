@@ -325,6 +325,8 @@ def test_wider_and_narrower_weights() -> None:
     expected = quantize_weight(matrix, 4, 16, scale_dtype=torch.bfloat16)
     strided = quantize_weight(column_slice(matrix), 4, 16, scale_dtype=torch.bfloat16)
     assert_bit_equal(strided.qweight, expected.qweight)
+    by_columns = quantize_weight(matrix.float().t().contiguous().t(), 4, 16)
+    assert_bit_equal(by_columns.qweight, quantize_weight(matrix.float(), 4, 16).qweight)
     with pytest.raises(NotImplementedError, match="weight requires grad"):
         quantize_weight(matrix.requires_grad_(), 4, 16)
 
