@@ -19,11 +19,29 @@ from fastinfer.ops.norm import (
     layer_norm,
     rms_norm,
 )
+from fastinfer.ops.packed_weights import (
+    PackedWeight,
+    pack_codes,
+    packed_shape,
+    quantize_weight,
+    unpack_codes,
+)
+from fastinfer.ops.repack import (
+    repack_awq,
+    repack_awq_gemv,
+    repack_compressed_tensors,
+    repack_gptq,
+    to_awq,
+    to_awq_gemv,
+    to_compressed_tensors,
+    to_gptq,
+)
 from fastinfer.ops.rotary import rotary_cos_sin, rotary_embedding_
 from fastinfer.ops.sampling import sample
 from fastinfer.ops.shared_prefix import plan_shared_prefix_attention, shared_prefix_attention
 
 __all__ = [
+    "PackedWeight",
     "append_paged_kv_cache_",
     "attention_plan_size",
     "backends",
@@ -40,15 +58,27 @@ __all__ = [
     "merge_attention_states",
     "op_families",
     "op_names",
+    "pack_codes",
+    "packed_shape",
     "paged_attention",
     "paged_attention_workspace_size",
     "plan_attention",
     "plan_shared_prefix_attention",
     "qk_norm_rope_append_",
+    "quantize_weight",
+    "repack_awq",
+    "repack_awq_gemv",
+    "repack_compressed_tensors",
+    "repack_gptq",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_embedding_",
     "sample",
     "shared_prefix_attention",
     "silu_and_mul",
+    "to_awq",
+    "to_awq_gemv",
+    "to_compressed_tensors",
+    "to_gptq",
+    "unpack_codes",
 ]
