@@ -185,10 +185,9 @@ def test_packed_codes_stand_where_the_layout_says(bits: int) -> None:
         r = n // 8 % 2 + 2 * (k // 8 % 2)
         parts = {
             2: [(2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2)],
-            3: [
-                (2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2),
-                (8 + row16, r + 4 * step + 16 * h, 1),
-            ],
+            3: [(3 * row16 + (step if step < 3 else r), (3 * r if step < 3 else 12) + 16 * h, 3)]
+            if step < 3 or r < 3
+            else [(3 * row16 + b, 15 + 16 * h, 1) for b in range(3)],
             4: [(4 * row16 + step, 4 * r + 16 * h, 4)],
             8: [(2 * (4 * row16 + step) + r // 2, 8 * (r % 2) + 16 * h, 8)],
         }[bits]
@@ -196,7 +195,7 @@ def test_packed_codes_stand_where_the_layout_says(bits: int) -> None:
         for i, (word, first, width) in enumerate(parts):
             loads = packed[n // 64, k // 64].view(bits, 32, 4)
             value = loads[word // 4, lane, word % 4].item() % 2**32
-            code |= (value >> first) % 2**width << 2 * i
+            code |= (value >> first) % 2**width << i
         assert code == codes[n, k], (n, k)
 
 

@@ -66,10 +66,10 @@ inline vi lanes_word(const int32_t* tile, int word, int column) {
 #endif
 }
 
-// A plane of kBits (1, 2, 4, 8) of every code, from word `first` of a lane on. Its words hold the
-// codes of one or more steps, or of 8 bits half of one's.
-template <int kBits, int kFirst>
-struct Plane {
+// The codes of a step of 16 features. A word holds those of one or more steps, or of 8 bits half of
+// one's.
+template <int kBits>
+struct Codes {
   static constexpr int kStepsOfWord = kBits < 4 ? 4 / kBits : 1;
   static constexpr int kWordsOfStep = kBits == 8 ? 2 : 1;
   static constexpr int kCodesOfStep = 4 / kWordsOfStep;  // r in one word
@@ -77,8 +77,8 @@ struct Plane {
   vi words[kWordsOfStep];
   int shift;
 
-  Plane(const int32_t* tile, int row16, int step, int column) {
-    const int word = (row16 * (4 / kStepsOfWord) + step / kStepsOfWord) * kWordsOfStep + kFirst;
+  Codes(const int32_t* tile, int row16, int step, int column) {
+    const int word = (row16 * (4 / kStepsOfWord) + step / kStepsOfWord) * kWordsOfStep;
     for (int i = 0; i < kWordsOfStep; ++i) words[i] = lanes_word(tile, word + i, column);
     shift = kBits * 4 * (step % kStepsOfWord);
   }
@@ -89,20 +89,24 @@ struct Plane {
   }
 };
 
-template <int kBits>
-struct Codes : Plane<kBits, 0> {
-  using Plane<kBits, 0>::Plane;
-};
-
+// Of 3 bits: steps 0 to 2 have a word each, four fields in either half of it; the last step's four
+// stand in what these words leave, the upper four bits of each half.
 template <>
 struct Codes<3> {
-  Plane<2, 0> low;
-  Plane<1, 8> high;
+  vi word;
 
-  Codes(const int32_t* tile, int row16, int step, int column)
-      : low(tile, row16, step, column), high(tile, row16, step, column) {}
+  Codes(const int32_t* tile, int row16, int step, int column) {
+    const auto of = [&](int i) { return lanes_word(tile, 3 * row16 + i, column); };
+    if (step < 3) {
+      word = of(step);
+    } else {
+      const vi a = of(0), b = of(1), c = of(2);
+      word = (a >> 12 & 0x00070007) | (b >> 9 & 0x00380038) | (c >> 6 & 0x01c001c0) |
+             (a >> 6 & 0x02000200) | (b >> 5 & 0x04000400) | (c >> 4 & 0x08000800);
+    }
+  }
 
-  vi code(int r, int h) const { return low.code(r, h) | high.code(r, h) << 2; }
+  vi code(int r, int h) const { return word >> (3 * r + 16 * h) & 7; }
 };
 
 // q - zero of the steps [begin, end) of a packed tile, to panel [(end - begin) * 16][64].

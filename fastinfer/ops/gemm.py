@@ -10,20 +10,7 @@ Codes are multiplied exactly and summed in fp32, a group's sum is scaled in fp32
 rounded once: weights are never rounded to 16 bits. Errors are ValueError and name the op, the
 argument, what was expected and what came.
 
-`qweight` is int32 [ceil(N / 64), ceil(K / 64), bits * 128]: tiles of 64 x 64 codes, N and K padded
-with codes of 0. A tile is the registers of one warp of 32 lanes, stored as 16-byte loads
-[bits][lane][4 words], so that a lane's word number w is at [w // 4, lane, w % 4]. Inside a tile
-
-    n = 16 * row16 + 8 * (r % 2) + lane // 4             row16 < 4
-    k = 16 * step + 8 * (r // 2) + 2 * (lane % 4) + h    step < 4, r < 4, h < 2
-
-and the code of (row16, step, r, h) begins at
-
-    bits   word                            bit of the word
-    4      4 * row16 + step                4 * r + 16 * h
-    2      2 * row16 + step // 2           2 * (r + 4 * (step % 2)) + 16 * h
-    8      2 * (4 * row16 + step) + r // 2 8 * (r % 2) + 16 * h
-    3      the low two bits as for 2 bits; the high one in word 8 + row16, bit r + 4 * step + 16 * h
+`qweight` holds the codes in the layout of fastinfer/ops/packed_weights.py, which also makes it.
 """
 
 from __future__ import annotations
@@ -59,7 +46,7 @@ def int4_gemm(
 
     Args:
         x: [M, K], fp32, bf16 or fp16, K >= 1; any stride between rows, each dense.
-        qweight: int32 [ceil(N / 64), ceil(K / 64), 512], the packed codes q (layout above),
+        qweight: int32 [ceil(N / 64), ceil(K / 64), 512], the packed codes q,
             contiguous, at an address that is a multiple of 16.
         scales: [ceil(K / group_size), N], fp32, bf16 or fp16 whatever x is, contiguous.
         zeros: like scales; any float values. None: 8 everywhere (symmetric codes).

@@ -17,7 +17,12 @@ mma.m16n8k16 or wgmma with the weight as operand A, in the order of 16-byte load
 | 4 | 4 * row16 + step | 4 * r + 16 * h |
 | 2 | 2 * row16 + step // 2 | 2 * (r + 4 * (step % 2)) + 16 * h |
 | 8 | 2 * (4 * row16 + step) + r // 2 | 8 * (r % 2) + 16 * h |
-| 3 | the low two bits as with 2 bits; the high one: 8 + row16 | r + 4 * step + 16 * h |
+| 3, step < 3 | 3 * row16 + step | 3 * r + 16 * h |
+| 3, step = 3, r < 3 | 3 * row16 + r | 12 + 16 * h |
+| 3, step = r = 3, bit b | 3 * row16 + b | 15 + 16 * h |
+
+(Fields of 3 bits side by side and not planes of bits: where two of them fit into the mantissa of
+the kernels' floats, both become operands by a mask alone.)
 
 Everything here is tensor arithmetic that runs on any device, a block of rows at a time: beside
 the weight and the result, memory is needed for one block alone.
@@ -42,8 +47,9 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TILE = 64
 _BLOCK_ELEMENTS = 1 << 22
 
-# A tile's codes are stored as planes, one after the other: (bits of a field, lowest bit in a code).
-_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+# How codes are taken apart for the layout: bits of a field. The parts of a code of 3 bits are not
+# neighbours everywhere.
+_FIELD_BITS = {2: 2, 3: 1, 4: 4, 8: 8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,56 +363,57 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     tiles_n, tiles_k, words = packed_shape(n, k, bits)
     codes = pad(codes, (0, tiles_k * _TILE - k, 0, tiles_n * _TILE - n))
     codes = codes.reshape(tiles_n, _TILE, tiles_k, _TILE).transpose(1, 2).reshape(-1, _TILE**2)
-    planes = []
-    for width, low in _PLANES[bits]:
-        order, _ = _places(width)
-        fields = codes.index_select(1, order.to(codes.device)) >> low
-        fields = fields.view(len(codes), -1, 8 // width) & (2**width - 1)
-        plane = fields[..., 0].clone()
-        for i in range(1, 8 // width):
-            plane |= fields[..., i] << (i * width)
-        planes.append(plane)
+    width = _FIELD_BITS[bits]
+    order, _ = _places(bits)
+    parts = torch.cat([codes >> low for low in range(0, bits, width)], 1)
+    fields = parts.index_select(1, order.to(codes.device)) & (2**width - 1)
+    fields = fields.view(len(codes), -1, 8 // width)
+    data = fields[..., 0].clone()
+    for i in range(1, 8 // width):
+        data |= fields[..., i] << (i * width)
     # The bytes of a word, lowest first, as on every machine that torch runs on here.
-    return torch.cat(planes, 1).view(torch.int32).view(tiles_n, tiles_k, words)
+    return data.view(torch.int32).view(tiles_n, tiles_k, words)
 
 
 def _unpack(qweight: Tensor, bits: int, n: int, k: int) -> Tensor:
     tiles_n, tiles_k, words = qweight.shape
     data = qweight.contiguous().view(-1, words).view(torch.uint8)
-    codes = torch.zeros(len(data), _TILE**2, dtype=torch.uint8, device=qweight.device)
-    begin = 0
-    for width, low in _PLANES[bits]:
-        size = _TILE**2 * width // 8
-        plane = data[:, begin : begin + size]
-        begin += size
-        fields = torch.stack([plane >> (i * width) for i in range(8 // width)], 2).flatten(1)
-        _, rank = _places(width)
-        codes |= (fields & (2**width - 1)).index_select(1, rank.to(fields.device)) << low
+    width = _FIELD_BITS[bits]
+    _, rank = _places(bits)
+    fields = torch.stack([data >> (i * width) for i in range(8 // width)], 2).flatten(1)
+    parts = (fields & (2**width - 1)).index_select(1, rank.to(fields.device))
+    parts = parts.view(len(data), -1, _TILE**2)
+    codes = parts[:, 0].clone()
+    for i in range(1, bits // width):
+        codes |= parts[:, i] << (i * width)
     codes = codes.view(tiles_n, tiles_k, _TILE, _TILE).transpose(1, 2)
     return codes.reshape(tiles_n * _TILE, tiles_k * _TILE)[:n, :k]
 
 
 @functools.cache
-def _places(width: int) -> tuple[Tensor, Tensor]:
-    """Where the codes of a tile stand in a plane of fields of `width` bits.
+def _places(bits: int) -> tuple[Tensor, Tensor]:
+    """Where the fields of a tile stand: code 64 * n + k has the fields code, code + 4096, ...
 
     Fields follow one another without gaps, so a place is the rank of a field's address in bits.
 
     Returns:
-        int64 [4096]: the code 64 * n + k at each place, and the place of each code.
+        int64 [4096 * fields of a code]: the field at each place, and the place of each field.
     """
-    code = torch.arange(_TILE**2, device="cpu")
+    field = torch.arange(_TILE**2 * (bits // _FIELD_BITS[bits]), device="cpu")
+    part, code = field // _TILE**2, field % _TILE**2
     n, k = code // _TILE, code % _TILE
     row16, step, h = n // 16, k // 16, k % 2
     r = n // 8 % 2 + 2 * (k // 8 % 2)
     lane = 4 * (n % 8) + k // 2 % 4
+    # Of 3 bits: the word of the step; the last step has no word, and its last code no field.
+    word3 = torch.where(step < 3, step, torch.where(r < 3, r, part))
+    bit3 = torch.where(step < 3, 3 * r + part, torch.where(r < 3, 12 + part, 15))
     word, bit = {
         4: (4 * row16 + step, 4 * r + 16 * h),
         2: (2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h),
         8: (2 * (4 * row16 + step) + r // 2, 8 * (r % 2) + 16 * h),
-        # The high bits of 3: words 8 to 11, which are those of the third load.
-        1: (row16, r + 4 * step + 16 * h),
-    }[width]
+        3: (3 * row16 + word3, bit3 + 16 * h),
+    }[bits]
     address = ((word // 4 * 32 + lane) * 4 + word % 4) * 32 + bit
     order = address.argsort()
     return order, order.argsort()

@@ -73,53 +73,72 @@ def block_k(group_size: int) -> int:
 
 
 @triton.jit
-def _plane(
+def _codes(
     packed, tile_stride, tiles, step,
-    WIDTH: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
+    BITS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH (1, 2, 4, 8) bits of every code, from word FIRST of a lane on: [features, inputs].
+    """The codes of some steps of a packed tile: [features, inputs].
 
     A word has the codes of one or more steps, or, for 8 bits, half of one's. It is halved again and
     again, which keeps a lane's codes in the thread that loaded its words, and the axes are put in
     order: no thread needs another's.
     """
-    STEPS_OF_WORD: tl.constexpr = 4 // WIDTH if WIDTH < 4 else 1
-    WORDS_OF_STEP: tl.constexpr = 2 if WIDTH == 8 else 1
+    STEPS_OF_WORD: tl.constexpr = 2 if BITS == 2 else 1
+    WORDS_OF_STEP: tl.constexpr = 2 if BITS == 8 else 1
     PAIRS: tl.constexpr = 2 // WORDS_OF_STEP  # values of r // 2 in a word
     LOADED: tl.constexpr = STEPS // STEPS_OF_WORD if STEPS > STEPS_OF_WORD else 1
     TAKEN: tl.constexpr = STEPS // LOADED  # steps out of a loaded word
 
-    index = tl.arange(0, TILES * 4 * 32 * LOADED * WORDS_OF_STEP)
-    part = index % WORDS_OF_STEP
-    loaded = index // WORDS_OF_STEP % LOADED
-    lane = index // (WORDS_OF_STEP * LOADED) % 32
-    row16 = index // (WORDS_OF_STEP * LOADED * 32) % 4
-    tile = index // (WORDS_OF_STEP * LOADED * 32 * 4)
-    word = row16 * (4 // STEPS_OF_WORD) + step // STEPS_OF_WORD + loaded
-    word = word * WORDS_OF_STEP + part + FIRST
-    offset = tile * tile_stride + word // 4 * 128 + lane * 4 + word % 4
-    words = tl.load(packed + offset, mask=tile < tiles, other=0)
-
-    codes = words >> (WIDTH * 4 * (step % STEPS_OF_WORD))
+    if BITS == 3:
+        codes = _words_of_3_bits(packed, tile_stride, tiles, step, TILES, STEPS)
+    else:
+        index = tl.arange(0, TILES * 4 * 32 * LOADED * WORDS_OF_STEP)
+        part = index % WORDS_OF_STEP
+        loaded = index // WORDS_OF_STEP % LOADED
+        lane = index // (WORDS_OF_STEP * LOADED) % 32
+        row16 = index // (WORDS_OF_STEP * LOADED * 32) % 4
+        tile = index // (WORDS_OF_STEP * LOADED * 32 * 4)
+        word = row16 * (4 // STEPS_OF_WORD) + step // STEPS_OF_WORD + loaded
+        word = word * WORDS_OF_STEP + part
+        codes = _word(packed, tile_stride, tiles, tile, lane, word)
+        codes = codes >> (BITS * 4 * (step % STEPS_OF_WORD))
     HALVES: tl.constexpr = (TAKEN * PAIRS).bit_length()
     for half in tl.static_range(HALVES):
-        codes = tl.join(codes, codes >> (WIDTH << (HALVES - 1 - half)))
-    codes = tl.join(codes, codes >> 16) & ((1 << WIDTH) - 1)
+        codes = tl.join(codes, codes >> (BITS << (HALVES - 1 - half)))
+    codes = tl.join(codes, codes >> 16) & ((1 << BITS) - 1)
     codes = codes.reshape(TILES, 4, 8, 4, LOADED, WORDS_OF_STEP, TAKEN, PAIRS, 2, 2)
     codes = codes.permute(0, 1, 8, 2, 4, 6, 5, 7, 3, 9)
     return codes.reshape(TILES * _TILE, STEPS * _STEP)
 
 
 @triton.jit
-def _codes(
-    packed, tile_stride, tiles, step,
-    BITS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
+def _word(packed, tile_stride, tiles, tile, lane, word):
+    """A numbered word of a lane of a tile."""
+    offset = tile * tile_stride + word // 4 * 128 + lane * 4 + word % 4
+    return tl.load(packed + offset, mask=tile < tiles, other=0)
+
+
+@triton.jit
+def _words_of_3_bits(
+    packed, tile_stride, tiles, step, TILES: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
-    if BITS == 3:
-        low = _plane(packed, tile_stride, tiles, step, 2, 0, TILES, STEPS)
-        return low | (_plane(packed, tile_stride, tiles, step, 1, 8, TILES, STEPS) << 2)
+    """Steps 0 to 2 have a word each; the last step's codes are gathered from what these leave, the
+    upper four bits of their halves.
+    """
+    index = tl.arange(0, TILES * 4 * 32)
+    tile, row16, lane = index // (4 * 32), index // 32 % 4, index % 32
+    a = _word(packed, tile_stride, tiles, tile, lane, 3 * row16)
+    b = _word(packed, tile_stride, tiles, tile, lane, 3 * row16 + 1)
+    c = _word(packed, tile_stride, tiles, tile, lane, 3 * row16 + 2)
+    d = ((a >> 12) & 0x00070007) | ((b >> 9) & 0x00380038) | ((c >> 6) & 0x01C001C0)
+    d = d | ((a >> 6) & 0x02000200) | ((b >> 5) & 0x04000400) | ((c >> 4) & 0x08000800)
+    if STEPS == 4:
+        words = tl.join(tl.join(a, c), tl.join(b, d))
+    elif STEPS == 2:
+        words = tl.join(tl.where(step == 0, a, c), tl.where(step == 0, b, d))
     else:
-        return _plane(packed, tile_stride, tiles, step, BITS, 0, TILES, STEPS)
+        words = tl.where(step == 0, a, tl.where(step == 1, b, tl.where(step == 2, c, d)))
+    return words
 
 
 @triton.jit(do_not_specialize=["m"])

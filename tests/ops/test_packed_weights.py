@@ -84,9 +84,13 @@ def code_in(words: list[int], bits: int, row16: int, step: int, r: int, h: int, 
         return field(4 * row16 + step, 4 * r + 16 * h, 4)
     if bits == 8:
         return field(2 * (4 * row16 + step) + r // 2, 8 * (r % 2) + 16 * h, 8)
-    low = field(2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2)
-    high = field(8 + row16, r + 4 * step + 16 * h, 1) if bits == 3 else 0
-    return low + 4 * high
+    if bits == 2:
+        return field(2 * row16 + step // 2, 2 * (r + 4 * (step % 2)) + 16 * h, 2)
+    if step < 3:
+        return field(3 * row16 + step, 3 * r + 16 * h, 3)
+    if r < 3:
+        return field(3 * row16 + r, 12 + 16 * h, 3)
+    return sum(field(3 * row16 + b, 15 + 16 * h, 1) << b for b in range(3))
 
 
 @by_bits

@@ -25,10 +25,19 @@ def _words_of_tile(bits: int) -> list[tuple[Tensor, Tensor, int, int]]:
         return [(place(4 * row16 + step), 4 * r + 16 * h, 4, 0)]
     if bits == 8:
         return [(place(2 * (4 * row16 + step) + r // 2), 8 * (r % 2) + 16 * h, 8, 0)]
-    low = (place(2 * row16 + step // 2), 2 * (r + 4 * (step % 2)) + 16 * h, 2, 0)
     if bits == 2:
-        return [low]
-    return [low, (place(8 + row16), r + 4 * step + 16 * h, 1, 2)]
+        return [(place(2 * row16 + step // 2), 2 * (r + 4 * (step % 2)) + 16 * h, 2, 0)]
+    # Of 3 bits, one at a time: steps 0 to 2 have a word each, the last step what these leave.
+    last, corner = step == 3, (step == 3) & (r == 3)
+    return [
+        (
+            place(3 * row16 + torch.where(corner, b, torch.where(last, r, step))),
+            torch.where(corner, 15, torch.where(last, 12, 3 * r) + b) + 16 * h,
+            1,
+            b,
+        )
+        for b in range(3)
+    ]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
