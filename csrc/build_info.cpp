@@ -20,9 +20,10 @@ FI_EXPORT const char* fastinfer_cuda_archs() {
 
 // The ops with hand-written GPU kernels in this build, separated by spaces.
 FI_EXPORT const char* fastinfer_cuda_ops() {
-  return FI_CUDA_ARCHS[0] == '\0' ? ""
-                                  : "rms_norm fused_add_rms_norm_ append_paged_kv_cache_ "
-                                    "qk_norm_rope_append_ flash_attention flash_attention_varlen "
-                                    "paged_attention plan_attention "
-                                    "merge_attention_states";
+  return FI_CUDA_ARCHS[0] == '\0'
+             ? ""
+             : "rms_norm fused_add_rms_norm_ append_paged_kv_cache_ "
+               "qk_norm_rope_append_ flash_attention flash_attention_varlen "
+               "paged_attention plan_attention "
+               "merge_attention_states int2_gemm int3_gemm int4_gemm int8_gemm";
 }

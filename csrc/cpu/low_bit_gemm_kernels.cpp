@@ -55,15 +55,42 @@ void write(void* data, int type, int64_t offset, const float* from, int64_t n) {
 
 // ---- decoding
 
-// Word `word` of the lanes column + 4 * i, i < 8: they hold 8 features in a row.
-inline vi lanes_word(const int32_t* tile, int word, int column) {
-  const int32_t* p = tile + word / 4 * 128 + column * 4 + word % 4;
+// A packed tile by words: [word][column], each of the lanes column + 4 * i, i < 8, which hold 8
+// features in a row.
+template <int kBits>
+using TileWords = vi[4 * kBits][4];
+
+// The four words of each of those lanes' load.
+inline void lanes_words(const int32_t* load, vi* words, int64_t stride) {
 #ifdef __AVX2__
-  return bit_cast<vi>(_mm256_i32gather_epi32(p, _mm256_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112),
-                                             sizeof(int32_t)));
+  __m256i pair[4];  // lanes i and i + 4
+  for (int i = 0; i < 4; ++i) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(load + 16 * i));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(load + 16 * (i + 4)));
+    pair[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+  const __m256i low01 = _mm256_unpacklo_epi32(pair[0], pair[1]);
+  const __m256i low23 = _mm256_unpacklo_epi32(pair[2], pair[3]);
+  const __m256i high01 = _mm256_unpackhi_epi32(pair[0], pair[1]);
+  const __m256i high23 = _mm256_unpackhi_epi32(pair[2], pair[3]);
+  words[0 * stride] = bit_cast<vi>(_mm256_unpacklo_epi64(low01, low23));
+  words[1 * stride] = bit_cast<vi>(_mm256_unpackhi_epi64(low01, low23));
+  words[2 * stride] = bit_cast<vi>(_mm256_unpacklo_epi64(high01, high23));
+  words[3 * stride] = bit_cast<vi>(_mm256_unpackhi_epi64(high01, high23));
 #else
-  return vi{p[0], p[16], p[32], p[48], p[64], p[80], p[96], p[112]};
+  for (int word = 0; word < 4; ++word) {
+    for (int i = 0; i < kLanes; ++i) words[word * stride][i] = load[16 * i + word];
+  }
 #endif
+}
+
+template <int kBits>
+void arrange(const int32_t* tile, TileWords<kBits>& words) {
+  for (int load = 0; load < kBits; ++load) {
+    for (int column = 0; column < 4; ++column) {
+      lanes_words(tile + load * 128 + column * 4, &words[4 * load][column], 4);
+    }
+  }
 }
 
 // The codes of a step of 16 features. A word holds those of one or more steps, or of 8 bits half of
@@ -77,9 +104,9 @@ struct Codes {
   vi words[kWordsOfStep];
   int shift;
 
-  Codes(const int32_t* tile, int row16, int step, int column) {
+  Codes(const vi (*tile)[4], int row16, int step, int column) {
     const int word = (row16 * (4 / kStepsOfWord) + step / kStepsOfWord) * kWordsOfStep;
-    for (int i = 0; i < kWordsOfStep; ++i) words[i] = lanes_word(tile, word + i, column);
+    for (int i = 0; i < kWordsOfStep; ++i) words[i] = tile[word + i][column];
     shift = kBits * 4 * (step % kStepsOfWord);
   }
 
@@ -95,15 +122,14 @@ template <>
 struct Codes<3> {
   vi word;
 
-  Codes(const int32_t* tile, int row16, int step, int column) {
-    const auto of = [&](int i) { return lanes_word(tile, 3 * row16 + i, column); };
-    if (step < 3) {
-      word = of(step);
-    } else {
-      const vi a = of(0), b = of(1), c = of(2);
-      word = (a >> 12 & 0x00070007) | (b >> 9 & 0x00380038) | (c >> 6 & 0x01c001c0) |
-             (a >> 6 & 0x02000200) | (b >> 5 & 0x04000400) | (c >> 4 & 0x08000800);
-    }
+  Codes(const vi (*tile)[4], int row16, int step, int column) {
+    const vi a = tile[3 * row16][column], b = tile[3 * row16 + 1][column],
+             c = tile[3 * row16 + 2][column];
+    word = step == 0   ? a
+           : step == 1 ? b
+           : step == 2 ? c
+                       : (a >> 12 & 0x00070007) | (b >> 9 & 0x00380038) | (c >> 6 & 0x01c001c0) |
+                             (a >> 6 & 0x02000200) | (b >> 5 & 0x04000400) | (c >> 4 & 0x08000800);
   }
 
   vi code(int r, int h) const { return word >> (3 * r + 16 * h) & 7; }
@@ -111,7 +137,7 @@ struct Codes<3> {
 
 // q - zero of the steps [begin, end) of a packed tile, to panel [(end - begin) * 16][64].
 template <int kBits>
-void decode(const int32_t* tile, int begin, int end, const float* zeros, float* panel) {
+void decode(const TileWords<kBits>& tile, int begin, int end, const float* zeros, float* panel) {
   for (int step = begin; step < end; ++step, panel += kStep * kTile) {
     for (int row16 = 0; row16 < 4; ++row16) {
       const vf zero[2] = {load(zeros + 16 * row16), load(zeros + 16 * row16 + 8)};
@@ -171,6 +197,7 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
   const int64_t k_tiles = (args.k + kTile - 1) / kTile;
   const int32_t* packed = args.qweight + tile * k_tiles * kBits * 128;
 
+  TileWords<kBits> words;
   alignas(32) float panel[kTile * kTile];
   alignas(32) float scale[kTile] = {};
   alignas(32) float zero[kTile] = {};
@@ -196,8 +223,8 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
     if (end > args.k) end = args.k;
     const int64_t length = end - k;
     const int step = static_cast<int>(k % kTile / kStep);
-    decode<kBits>(packed + k / kTile * kBits * 128, step,
-                  step + static_cast<int>((length + kStep - 1) / kStep), zero, panel);
+    if (step == 0) arrange<kBits>(packed + k / kTile * kBits * 128, words);
+    decode<kBits>(words, step, step + static_cast<int>((length + kStep - 1) / kStep), zero, panel);
     for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
       const int64_t rows = row_end - row < kBlockRows ? row_end - row : kBlockRows;
       for (int64_t i = 0; i < rows; ++i) {

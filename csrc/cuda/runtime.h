@@ -48,21 +48,36 @@ class DeviceGuard {
   int current_ = 0;
 };
 
-// Compute capability as 10 * major + minor, kept per device.
-inline int capability(const char* op, int32_t device_index) {
+// What `look_up` finds of a device, kept: it must not be 0.
+template <int (*look_up)(const char* op, int32_t device_index)>
+int kept_of_device(const char* op, int32_t device_index) {
   constexpr int kMaxDevices = 64;
   static int known[kMaxDevices] = {};
   FI_CHECK(device_index >= 0 && device_index < kMaxDevices, op, "expected a device index below ",
            kMaxDevices, ", got ", device_index);
-  if (known[device_index] == 0) {
-    int major = 0, minor = 0;
-    FI_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index),
-                  op);
-    FI_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index),
-                  op);
-    known[device_index] = 10 * major + minor;
-  }
+  if (known[device_index] == 0) known[device_index] = look_up(op, device_index);
   return known[device_index];
+}
+
+template <cudaDeviceAttr kAttribute>
+int device_attribute(const char* op, int32_t device_index) {
+  int value = 0;
+  FI_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, device_index), op);
+  return value;
+}
+
+inline int look_up_capability(const char* op, int32_t device_index) {
+  return 10 * device_attribute<cudaDevAttrComputeCapabilityMajor>(op, device_index) +
+         device_attribute<cudaDevAttrComputeCapabilityMinor>(op, device_index);
+}
+
+// Compute capability as 10 * major + minor.
+inline int capability(const char* op, int32_t device_index) {
+  return kept_of_device<look_up_capability>(op, device_index);
+}
+
+inline int num_sms(const char* op, int32_t device_index) {
+  return kept_of_device<device_attribute<cudaDevAttrMultiProcessorCount>>(op, device_index);
 }
 
 }  // namespace fastinfer::cuda

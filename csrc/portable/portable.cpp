@@ -259,8 +259,8 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
     m.impl("merge_attention_states",
            TORCH_BOX(&functional::merge_attention_states<&merge_attention_states_out>));
     m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
+    functional::register_low_bit_gemm<&low_bit_gemm_out>(m);
   }
-  functional::register_low_bit_gemm<&low_bit_gemm_out>(m);
   m.impl("layer_norm", TORCH_BOX(&functional::layer_norm<&layer_norm_out>));
   m.impl("layer_norm.out", TORCH_BOX(&layer_norm_out));
   m.impl("fused_add_layer_norm_", TORCH_BOX(&fused_add_layer_norm_));

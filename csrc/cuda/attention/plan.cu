@@ -5,19 +5,6 @@
 
 namespace fastinfer::cuda {
 
-int num_sms(const char* op, int32_t device_index) {
-  constexpr int kMaxDevices = 64;
-  static int known[kMaxDevices] = {};
-  FI_CHECK(device_index >= 0 && device_index < kMaxDevices, op, "expected a device index below ",
-           kMaxDevices, ", got ", device_index);
-  if (known[device_index] == 0) {
-    FI_CUDA_CHECK(
-        cudaDeviceGetAttribute(&known[device_index], cudaDevAttrMultiProcessorCount, device_index),
-        op);
-  }
-  return known[device_index];
-}
-
 bool plan_supports(const AttentionProblem& p) {
   return p.num_sequences <= kPlanMaxSequences;
 }

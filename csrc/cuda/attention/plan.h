@@ -31,9 +31,6 @@ inline AttentionTiles choose_attention_tiles(int64_t max_seqlen_q, int64_t group
           all_narrow ? 0 : std::max<int64_t>(1, kWideRows / group)};
 }
 
-// Streaming multiprocessors of a device, looked up once.
-int num_sms(const char* op, int32_t device_index);
-
 // Whether the kernel takes the problem: the bounds of all sequences lie in shared memory.
 bool plan_supports(const AttentionProblem& p);
 

@@ -1,0 +1,37 @@
+// What low_bit_gemm.cu asks of the kernels, which are compiled in a file for each width of codes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../indexing.h"
+#include "low_bit_config.h"
+
+namespace fastinfer::cuda {
+
+constexpr int kFewRows = 16;  // of x, at most
+
+enum class ScaleFormat : int { kFloat, kBf16, kFp16 };
+
+struct LowBitParams {
+  const void* x;         // [M, K]; K a multiple of 8, rows aligned to 16 bytes
+  int64_t x_row_stride;  // in elements
+  const uint4* qweight;  // [n_tiles, k_tiles, bits, 32]; fewer than 2^31
+  const void* scales;    // [groups, N]
+  const void* zeros;     // [groups, N] or null: 2^(bits - 1)
+  const void* bias;      // [N] or null
+  void* out;             // [M, N]
+  int64_t out_row_stride;
+  int32_t m, n, k;
+  int32_t n_tiles, k_tiles;  // of 64
+  Divider group_size;        // a multiple of 16
+  ScaleFormat scale_format;  // of scales and zeros
+  bool scales_aligned;       // rows of both to four of their elements
+  ScaleFormat bias_format;
+};
+
+// For 1 to kFewRows rows. many_scales: the groups' size is no multiple of 64.
+template <int kBits>
+cudaError_t low_bit_few_rows(const LowBitParams& params, bool bf16, bool many_scales,
+                             const FewRowsConfig& config, int device, cudaStream_t stream);
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,14 @@
+// Codes of 3 bits.
+#include "low_bit_gemm.h"
+#include "low_bit_launch.cuh"
+
+namespace fastinfer::cuda {
+
+template <>
+cudaError_t low_bit_few_rows<3>(const LowBitParams& params, bool bf16, bool many_scales,
+                                const FewRowsConfig& config, int device, cudaStream_t stream) {
+  return bf16 ? launch_few_rows<__nv_bfloat16, 3>(params, many_scales, config, device, stream)
+              : launch_few_rows<__half, 3>(params, many_scales, config, device, stream);
+}
+
+}  // namespace fastinfer::cuda

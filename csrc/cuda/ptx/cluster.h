@@ -1,0 +1,42 @@
+// Thread block clusters: blocks that run together and read each other's shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace fastinfer::cuda::ptx {
+
+// This block's place in its cluster, whose blocks are neighbours in x.
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+
+__device__ inline uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(size));
+  return size;
+}
+
+// All threads of all blocks; what they wrote before is visible to all after.
+__device__ inline void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// What a block of the cluster has at this address of its shared memory.
+__device__ inline float cluster_load(const float* own, uint32_t rank) {
+  float value;
+  asm volatile(
+      "{\n.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n}\n"
+      : "=f"(value)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank)
+      : "memory");
+  return value;
+}
+
+}  // namespace fastinfer::cuda::ptx
