@@ -19,10 +19,10 @@ SHAPES = {
     "cpu": [(576, 1536), (2048, 2048)],
     "cuda": [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672)],
 }
-ROWS = {"cpu": [1, 16, 256], "cuda": [1, 16, 64, 256, 1024, 4096]}
+ROWS = {"cpu": [1, 16, 256], "cuda": [1, 8, 16, 32, 64, 128, 256, 1024, 4096]}
 # The other widths, where the weight counts.
-SIBLINGS = {"cpu": (2048, 2048), "cuda": (28672, 4096)}
-SIBLING_ROWS = [1, 16, 256]
+SIBLINGS = {"cpu": (2048, 2048), "cuda": (8192, 28672)}
+SIBLING_ROWS = [1, 8, 256]
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 PEER = {"cpu": "eager", "cuda": "cublas_bf16"}
 

@@ -50,7 +50,7 @@ inline FewRowsConfig few_rows_config(int bits, bool many_scales, int64_t n_tiles
       const int64_t waves = (blocks + slots - 1) / slots;
       int64_t products = of_sm * ((k_tiles + cluster - 1) / cluster) * (shape.rows + 2);
       // Fewer warps than a multiprocessor could have hide less.
-      if (of_sm * shape.warps < kFewRowsWarpsOfSm) products = products * 9 / 8;
+      if (of_sm * shape.warps < kFewRowsWarpsOfSm) products = products * 3 / 2;
       const int64_t cost = products + waves * kBeginAndEnd;
       if (best_cost < 0 || cost < best_cost) best = {shape, cluster}, best_cost = cost;
     }
