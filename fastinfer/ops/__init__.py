@@ -18,6 +18,7 @@ from fastinfer.ops.norm import (
     layer_norm,
     rms_norm,
 )
+from fastinfer.ops.quantize import quantize_fp8, quantize_int8, quantize_int8_asymmetric
 from fastinfer.ops.rotary import rotary_cos_sin, rotary_embedding_
 from fastinfer.ops.sampling import sample
 from fastinfer.ops.shared_prefix import plan_shared_prefix_attention, shared_prefix_attention
@@ -40,6 +41,9 @@ __all__ = [
     "plan_attention",
     "plan_shared_prefix_attention",
     "qk_norm_rope_append_",
+    "quantize_fp8",
+    "quantize_int8",
+    "quantize_int8_asymmetric",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_embedding_",
