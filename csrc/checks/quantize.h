@@ -116,6 +116,7 @@ inline QuantizeProblem check_quantize(const char* op, const Tensor& x_tensor,
   p.scale = check_block_values<float>(out_scale, x, p.grid, ScalarType::Float);
   expect_writable(out_scale);
   expect_no_overlap(out_scale, x);
+  expect_no_overlap(out_scale, out);
   return p;
 }
 
@@ -126,6 +127,9 @@ inline QuantizeProblem check_quantize_symmetric(const char* op, const Tensor& x,
                                                 const Tensor& out_scale) {
   QuantizeProblem p = check_quantize(op, x, block, out_dtype, out, out_scale);
   p.given = check_given_scale(scale, read_arg(op, "x", x), p.grid);
+  if (scale.has_value()) {
+    expect_same_or_no_overlap(read_arg(op, "out_scale", out_scale), read_arg(op, "scale", *scale));
+  }
   return p;
 }
 

@@ -398,6 +398,20 @@ def test_out_is_filled_and_nothing_else_is_asymmetric(backend: Backend, width: i
 
 
 @by_op
+def test_scales_received_where_they_were_given(backend: Backend, op: str) -> None:
+    x = random(5, 40).to(backend.device)
+    scale = torch.rand(5, 1, device=backend.device)
+    expected = call(backend, op, x, scale=scale.clone())
+    for got, wanted in zip(
+        call(backend, op, x, scale=scale, out_scale=scale), expected, strict=True
+    ):
+        assert_bit_equal(got, wanted)
+    buffer = torch.ones(6, 1, device=backend.device)
+    with pytest.raises(ValueError, match=rf"{op}: out_scale: .*overlapping"):
+        call(backend, op, x, scale=buffer[:5], out_scale=buffer[1:])
+
+
+@by_op
 def test_scales_along_m_as_deepgemm_reads_them(backend: Backend, op: str) -> None:
     """Scales of (1, 128) in a transposed view, of rows padded to a multiple of 4."""
     x = random(7, 300).to(backend.device)
