@@ -45,6 +45,7 @@ CPU_OPS = [
     "csrc/cpu/norm.cpp",
     "csrc/cpu/paged_attention.cpp",
     "csrc/cpu/qk_norm_rope_append.cpp",
+    "csrc/cpu/quantize.cpp",
     "csrc/cpu/rotary.cpp",
     "csrc/cpu/sampling.cpp",
 ]
@@ -57,6 +58,7 @@ CPU_KERNELS = [
     "csrc/cpu/merge_kernels.cpp",
     "csrc/cpu/norm_kernels.cpp",
     "csrc/cpu/qk_norm_rope_append_kernels.cpp",
+    "csrc/cpu/quantize_kernels.cpp",
     "csrc/cpu/rotary_kernels.cpp",
     "csrc/cpu/sampling_kernels.cpp",
 ]

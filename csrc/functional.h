@@ -10,6 +10,7 @@
 
 #include "checks/attention.h"
 #include "checks/low_bit_gemm.h"
+#include "checks/quantize.h"
 #include "torch_utils.h"
 
 namespace fastinfer::functional {
@@ -83,6 +84,36 @@ void register_low_bit_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("int4_gemm.out", TORCH_BOX((&low_bit_gemm_out<4, kOut>)));
   m.impl("int8_gemm", TORCH_BOX((&low_bit_gemm<8, kOut>)));
   m.impl("int8_gemm.out", TORCH_BOX((&low_bit_gemm_out<8, kOut>)));
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& scale,
+                                        const std::vector<int64_t>& block) {
+  const BlockGrid grid = block_grid(read_arg("quantize_fp8", "x", x), block);
+  Tensor out = torch::stable::new_empty(x, x.sizes(), ScalarType::Float8_e4m3fn);
+  Tensor out_scale = torch::stable::new_empty(x, {grid.rows, grid.columns}, ScalarType::Float);
+  kOut(x, scale, block, out, out_scale);
+  return {out, out_scale};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x, const std::optional<Tensor>& scale,
+                                         const std::vector<int64_t>& block) {
+  const BlockGrid grid = block_grid(read_arg("quantize_int8", "x", x), block);
+  Tensor out = torch::stable::new_empty(x, x.sizes(), ScalarType::Char);
+  Tensor out_scale = torch::stable::new_empty(x, {grid.rows, grid.columns}, ScalarType::Float);
+  kOut(x, scale, block, out, out_scale);
+  return {out, out_scale};
+}
+
+template <auto kOut>
+std::tuple<Tensor, Tensor, Tensor> quantize_int8_asymmetric(const Tensor& x) {
+  const BlockGrid grid = block_grid(read_arg("quantize_int8_asymmetric", "x", x), kPerToken);
+  Tensor out = torch::stable::new_empty(x, x.sizes(), ScalarType::Char);
+  Tensor out_scale = torch::stable::new_empty(x, {grid.rows, grid.columns}, ScalarType::Float);
+  Tensor out_zero_point = torch::stable::new_empty(x, {grid.rows, grid.columns}, ScalarType::Int);
+  kOut(x, out, out_scale, out_zero_point);
+  return {out, out_scale, out_zero_point};
 }
 
 template <auto kOut>

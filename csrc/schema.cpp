@@ -25,6 +25,7 @@
 #define FI_LOW_BIT_GEMM                                              \
   "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, " \
   "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None"
+#define FI_QUANTIZE_OPTIONS "Tensor? scale=None, SymInt[2] block=[1, -1]"
 #define FI_PORTABLE_OPTIONS                                               \
   "float scale, SymInt window_left, SymInt window_right, float softcap, " \
   "Tensor? sinks, Tensor? tree_mask, bool batch_invariant"
@@ -62,6 +63,14 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("gelu_and_mul(Tensor x, *, bool tanh_approx=False) -> Tensor");
   m.def("gelu_and_mul.out(Tensor x, *, bool tanh_approx=False, Tensor(a!) out) -> ()");
 
+  // Quantization of activations and weights, for int8 and fp8 GEMMs; all return (codes, scale, ...).
+  m.def("quantize_fp8(Tensor x, *, " FI_QUANTIZE_OPTIONS ") -> (Tensor, Tensor)");
+  m.def("quantize_fp8.out(Tensor x, *, " FI_QUANTIZE_OPTIONS ", Tensor(a!) out, Tensor(b!) out_scale) -> ()");
+  m.def("quantize_int8(Tensor x, *, " FI_QUANTIZE_OPTIONS ") -> (Tensor, Tensor)");
+  m.def("quantize_int8.out(Tensor x, *, " FI_QUANTIZE_OPTIONS ", Tensor(a!) out, Tensor(b!) out_scale) -> ()");
+  m.def("quantize_int8_asymmetric(Tensor x) -> (Tensor, Tensor, Tensor)");
+  m.def("quantize_int8_asymmetric.out(Tensor x, *, Tensor(a!) out, Tensor(b!) out_scale, Tensor(c!) out_zero_point) -> ()");
+
   // Rotary position embedding.
   m.def("rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, *, bool interleaved=False) -> ()");
 
@@ -87,6 +96,9 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_fused_add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, Tensor? bias, float eps, float weight_offset) -> ()");
   m.def("_portable_silu_and_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def("_portable_gelu_and_mul(Tensor x, bool tanh_approx, Tensor(a!) out) -> ()");
+  m.def("_portable_quantize_fp8(Tensor x, Tensor? scale, SymInt block_rows, SymInt block_columns, Tensor(a!) out, Tensor(b!) out_scale) -> ()");
+  m.def("_portable_quantize_int8(Tensor x, Tensor? scale, SymInt block_rows, SymInt block_columns, Tensor(a!) out, Tensor(b!) out_scale) -> ()");
+  m.def("_portable_quantize_int8_asymmetric(Tensor x, Tensor(a!) out, Tensor(b!) out_scale, Tensor(c!) out_zero_point) -> ()");
   m.def("_portable_rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");

@@ -218,7 +218,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> 
     if dtype.is_floating_point:
         view.fill_(math.nan)
     elif dtype != torch.bool:
-        view.fill_(-(2**30))
+        view.fill_(max(-(2**30), torch.iinfo(dtype).min))
     return Guarded(view, storage, storage.clone())
 
 

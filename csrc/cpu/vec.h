@@ -263,7 +263,7 @@ inline void store_bytes(uint8_t* p, vi v) {
 #endif
 }
 
-// float8_e4m3fn codes (0..255) of |x| <= 448, to nearest even; NaN keeps its sign.
+// float8_e4m3fn codes (0..255) of |x| <= 448, to nearest even; every NaN is 0x7f.
 inline vi encode_e4m3(vf x) {
   const vi bits = bit_cast<vi>(x);
   const vi magnitude = bits & 0x7fffffff;
@@ -272,9 +272,8 @@ inline vi encode_e4m3(vf x) {
   // Below 2^-6 codes are multiples of 2^-9, which is where the adder rounds a sum with 2^14.
   const vi subnormal =
       bit_cast<vi>(bit_cast<vf>(magnitude) + splat(16384.0f)) - bit_cast<vi>(splat(16384.0f));
-  vi code = magnitude < bit_cast<vi>(splat(0.015625f)) ? subnormal : normal;
-  code = x == x ? code : (vi{} + 0x7f);
-  return code | (bits >> 24 & 0x80);
+  const vi code = magnitude < bit_cast<vi>(splat(0.015625f)) ? subnormal : normal;
+  return x == x ? code | (bits >> 24 & 0x80) : vi{} + 0x7f;
 }
 
 // Values of float8_e4m3fn codes (0..255).

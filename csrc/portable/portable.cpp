@@ -7,6 +7,7 @@
 #include "../checks/merge.h"
 #include "../checks/norm.h"
 #include "../checks/qk_norm_rope_append.h"
+#include "../checks/quantize.h"
 #include "../checks/rotary.h"
 #include "../checks/sampling.h"
 #include "../functional.h"
@@ -120,6 +121,33 @@ void gelu_and_mul_out(const Tensor& x, bool tanh_approx, const Tensor& out) {
   const auto p = check_activation("gelu_and_mul", x, out);
   if (p.x_rows.count * p.width == 0) return;
   call_portable("fastinfer::_portable_gelu_and_mul", x, tanh_approx, out);
+}
+
+// ---- quantization
+
+void quantize_fp8_out(const Tensor& x, const std::optional<Tensor>& scale,
+                      const std::vector<int64_t>& block, const Tensor& out,
+                      const Tensor& out_scale) {
+  const auto p = check_quantize_fp8(x, scale, block, out, out_scale);
+  if (p.grid.count() == 0) return;
+  call_portable("fastinfer::_portable_quantize_fp8", x, scale, p.grid.block_rows,
+                p.grid.block_columns, out, out_scale);
+}
+
+void quantize_int8_out(const Tensor& x, const std::optional<Tensor>& scale,
+                       const std::vector<int64_t>& block, const Tensor& out,
+                       const Tensor& out_scale) {
+  const auto p = check_quantize_int8(x, scale, block, out, out_scale);
+  if (p.grid.count() == 0) return;
+  call_portable("fastinfer::_portable_quantize_int8", x, scale, p.grid.block_rows,
+                p.grid.block_columns, out, out_scale);
+}
+
+void quantize_int8_asymmetric_out(const Tensor& x, const Tensor& out, const Tensor& out_scale,
+                                  const Tensor& out_zero_point) {
+  const auto p = check_quantize_int8_asymmetric(x, out, out_scale, out_zero_point);
+  if (p.grid.count() == 0) return;
+  call_portable("fastinfer::_portable_quantize_int8_asymmetric", x, out, out_scale, out_zero_point);
 }
 
 // ---- positions
@@ -268,6 +296,13 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
   m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));
   m.impl("gelu_and_mul", TORCH_BOX(&functional::gelu_and_mul<&gelu_and_mul_out>));
   m.impl("gelu_and_mul.out", TORCH_BOX(&gelu_and_mul_out));
+  m.impl("quantize_fp8", TORCH_BOX(&functional::quantize_fp8<&quantize_fp8_out>));
+  m.impl("quantize_fp8.out", TORCH_BOX(&quantize_fp8_out));
+  m.impl("quantize_int8", TORCH_BOX(&functional::quantize_int8<&quantize_int8_out>));
+  m.impl("quantize_int8.out", TORCH_BOX(&quantize_int8_out));
+  m.impl("quantize_int8_asymmetric",
+         TORCH_BOX(&functional::quantize_int8_asymmetric<&quantize_int8_asymmetric_out>));
+  m.impl("quantize_int8_asymmetric.out", TORCH_BOX(&quantize_int8_asymmetric_out));
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
   m.impl("sample", TORCH_BOX(&functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));

@@ -26,6 +26,7 @@ from fastinfer.ops.packed_weights import (
     quantize_weight,
     unpack_codes,
 )
+from fastinfer.ops.quantize import quantize_fp8, quantize_int8, quantize_int8_asymmetric
 from fastinfer.ops.repack import (
     repack_awq,
     repack_awq_gemv,
@@ -65,6 +66,9 @@ __all__ = [
     "plan_attention",
     "plan_shared_prefix_attention",
     "qk_norm_rope_append_",
+    "quantize_fp8",
+    "quantize_int8",
+    "quantize_int8_asymmetric",
     "quantize_weight",
     "repack_awq",
     "repack_awq_gemv",

@@ -1,25 +1,27 @@
 """New tokens written into pages: copied, or quantized to int8 or float8_e4m3fn.
 
-Stored bits are part of the contract: results are those of correctly rounded float32 steps, the same
-as in the CPU kernels. Where the GPU does not convert to fp8 itself, codes are made of integers.
-Slots are not checked: a token whose slot is negative or past the pool is skipped.
+Stored bits are part of the contract (see `quantization`). Slots are not checked: a token whose slot
+is negative or past the pool is skipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 from fastinfer.triton_kernels.launch import launch
-from fastinfer.triton_kernels.rows import INTERPRETED, full_width, to_float
-
-COPY, INT8, FP8 = (tl.constexpr(i) for i in range(3))
-FORMATS = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
+from fastinfer.triton_kernels.quantization import (
+    COPY,
+    FORMATS,
+    dynamic_scale,
+    magnitude_bits,
+    quantized,
+    storable,
+)
+from fastinfer.triton_kernels.rows import full_width, to_float
 
 
 @dataclass(frozen=True)
@@ -40,67 +42,6 @@ def append_config(rows: int, k_dim: int, v_dim: int) -> AppendConfig:
     largest = max(k_block, v_block)
     per_program = min(max(1, 512 // largest), triton.next_power_of_2(rows))
     return AppendConfig(per_program, k_block, v_block, 1 if largest <= 512 else 4)
-
-
-@triton.jit
-def encode_e4m3(x):
-    """float8_e4m3fn codes of |x| <= 448, to nearest even, by integers; NaN keeps its sign."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Normal: 20 bits of mantissa go, with rounding; the exponent's bias falls from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9, which is where the adder rounds a sum with 2^14.
-    sum_bits = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
-    code = tl.where(magnitude < 0x3C800000, sum_bits - 0x46800000, normal)
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return code | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _fma(x, y, z):
-    """x * y + z, rounded once."""
-    if INTERPRETED:  # the interpreter's own rounds the product as well
-        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
-    return tl.fma(x, y, z)
-
-
-@triton.jit
-def _quotient(x, scale, inverse):
-    """x / scale as IEEE division rounds it, where `_multiplies` holds; a zero keeps its sign.
-
-    The steps, and why they suffice, are those of RowDivision (csrc/cuda/kv_cache/page_rows.cuh).
-    """
-    # Below 1 / scale by up to 3/2 of the last place, so that `rest` is positive: x = -0 gives -0.
-    low = (inverse.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-    rest = _fma(-scale, low, tl.full(low.shape, 1.0, tl.float32)) * low
-    q = _fma(x, low, x * rest)
-    excess = _fma(q, scale, x * -1.0)  # `-x` would be 0 - x, which has another sign at 0
-    return _fma(excess, -inverse, q)
-
-
-@triton.jit
-def _multiplies(scale, inverse, largest):
-    """Whether `_quotient` may stand for the division in rows of this scale and largest magnitude.
-
-    Nothing overflows, quotients so small that something is lost have the code 0, and the scale's
-    mantissa is not one of the last 256, for which there is no proof.
-    """
-    common = (scale >= 2.0**-80) & (scale <= 2.0**80)
-    common &= (scale.to(tl.int32, bitcast=True) & 0x7FFFFF) < 0x7FFF00
-    return common & (largest * inverse <= 2.0**30)
-
-
-@triton.jit
-def _encode(value, FORMAT: tl.constexpr):
-    """Codes of finite values up to the limit, or no more than a rounding beyond it."""
-    if FORMAT == INT8:
-        # 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
-        code = (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    elif not INTERPRETED and cuda_capability_geq(8, 9):
-        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = encode_e4m3(value).to(tl.uint8)
-    return code
 
 
 @triton.jit
@@ -134,35 +75,15 @@ def store_rows(
     if FORMAT == COPY:
         tl.store(cache_ptrs, x, mask=mask)
     else:
-        LIMIT: tl.constexpr = 127.0 if FORMAT == INT8 else 448.0
         value = to_float(x)
-        # As integers magnitudes keep their order, with NaN above infinity: it stays visible.
-        magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
+        largest = tl.max(magnitude_bits(value), axis=1).to(tl.float32, bitcast=True)
         if STATIC:
             scale = tl.load(scale_ptr + head * scale_head_stride, mask=inside, other=1.0)
         else:
-            scale = tl.div_rn(largest, tl.zeros_like(largest) + LIMIT)
-            scale = tl.where(scale == 0.0, 1.0, scale)
+            scale = dynamic_scale(largest, FORMAT)
             at = block * scale_block_stride + head * scale_head_stride + offset * scale_slot_stride
             tl.store(scale_ptr + at, scale, mask=inside)
-        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-        # Multiplications take a third of a division's instructions; nearly all tiles allow them.
-        multiplies = _multiplies(scale, inverse, largest)
-        if tl.min(multiplies.to(tl.int32), axis=0) != 0:
-            value = _quotient(value, scale[:, None], inverse[:, None])
-            if STATIC:
-                value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
-            code = _encode(value, FORMAT)
-        else:
-            value = tl.div_rn(value, tl.zeros_like(value) + scale[:, None])
-            nan = value != value
-            value = tl.where(value > LIMIT, LIMIT, value)
-            value = tl.where(value < -LIMIT, -LIMIT, value)
-            if FORMAT == INT8:
-                code = tl.where(nan, 0, _encode(value, FORMAT)).to(tl.int8)
-            else:
-                code = encode_e4m3(value).to(tl.uint8)
+        code = quantized(value, scale[:, None], largest[:, None], FORMAT, STATIC)
         tl.store(cache_ptrs, code, mask=mask)
 
 
@@ -300,11 +221,6 @@ def append_paged_kv_cache_(
         V_VECTOR=_vector(v, v_cache),
         num_warps=config.num_warps,
     )
-
-
-def storable(cache: Tensor) -> Tensor:
-    """A cache as kernels store to it: fp8 as bytes."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def page_strides(cache: Tensor, scale: Tensor | None) -> tuple[int, ...]:

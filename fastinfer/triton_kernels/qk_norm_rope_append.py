@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastinfer.triton_kernels.kv_cache import COPY, FORMATS, page_strides, storable, store_rows
+from fastinfer.triton_kernels.kv_cache import page_strides, store_rows
 from fastinfer.triton_kernels.launch import launch
 from fastinfer.triton_kernels.norm import norm_config
+from fastinfer.triton_kernels.quantization import COPY, FORMATS, storable
 from fastinfer.triton_kernels.rows import full_width, to_element, to_float
 
 

@@ -93,6 +93,27 @@ def walk(*tensors: Tensor) -> Iterator[tuple[Rows, tuple[Tensor, ...]]]:
         yield rows, slab if around else tensors
 
 
+def walk_in_order(*tensors: Tensor) -> Rows | None:
+    """All rows as one launch walks them, row r being the r-th; None where they take more than the
+    two dimensions of a kernel.
+
+    Args:
+        tensors: as those of `walk`.
+    """
+    leading = range(tensors[0].dim() - 1)
+    dims = merged_dims(
+        [tensors[0].shape[i] for i in leading], [[t.stride(i) for i in leading] for t in tensors]
+    )
+    if len(dims) > 2:
+        return None
+    zeros = (0,) * len(tensors)
+    if len(dims) <= 1:
+        size, strides = dims[0] if dims else (1, zeros)
+        return Rows(size, 1, strides, zeros)
+    (outer, outer_strides), (inner, inner_strides) = dims
+    return Rows(outer * inner, inner, outer_strides, inner_strides)
+
+
 def vector_width(tensors: Sequence[Tensor], *, strides: Sequence[int], width: int) -> int:
     """Elements of an access of 16 bytes if all rows allow it, else 1.
 

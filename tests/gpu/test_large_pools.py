@@ -65,6 +65,30 @@ def test_rows_past_2_31_elements(op: str) -> None:
     assert not out[:-2].any()
 
 
+@pytest.mark.parametrize("block", [(1, -1), (-1, -1), (1, 128), (128, 128)])
+@pytest.mark.parametrize("excess", [-65536, 0, 65536])
+@pytest.mark.parametrize("op", ["quantize_fp8", "quantize_int8"])
+def test_quantize_around_2_31_elements(op: str, excess: int, block: tuple[int, int]) -> None:
+    """R07."""
+    x = torch.zeros((2**31 + excess) // 4096, 4096, device="cuda", dtype=BF16)
+    x[-16:] = torch.randn(16, 4096, device="cuda", dtype=BF16)
+    out, scale = getattr(ops, op)(x, block=block)
+    # From a row on where a block begins: the last ones alone are the same blocks.
+    begin = max(0, (x.shape[0] - 16) // max(1, block[0]) * max(1, block[0]))
+    wanted, own = getattr(ops, op)(x[begin:].clone(), block=block)
+    assert_bit_equal(out[begin:], wanted)
+    assert_bit_equal(scale[-own.shape[0] :], own)
+    assert not out[:-16].view(torch.int8).any()
+
+
+def test_asymmetric_past_2_31_elements() -> None:
+    x = torch.zeros(2**19 + 16, 4096, device="cuda", dtype=BF16)
+    x[-16:] = torch.randn(16, 4096, device="cuda", dtype=BF16)
+    ours = ops.quantize_int8_asymmetric(x)
+    for got, wanted in zip(ours, ops.quantize_int8_asymmetric(x[-16:].clone()), strict=True):
+        assert_bit_equal(got[-16:], wanted)
+
+
 def test_rotary_past_2_31_elements() -> None:
     tokens, heads, dim = 2**20 + 8, 16, 128
     table = ops.rotary_cos_sin(1.0 / 10000 ** (torch.arange(0, dim, 2) / dim), 64).cuda()

@@ -27,6 +27,9 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "int3_gemm": ("out",),
     "int4_gemm": ("out",),
     "int8_gemm": ("out",),
+    "quantize_fp8": ("out", "out_scale"),
+    "quantize_int8": ("out", "out_scale"),
+    "quantize_int8_asymmetric": ("out", "out_scale", "out_zero_point"),
     "sample": ("token_ids", "valid"),
 }
 # The arguments that an in-place op changes.
@@ -228,6 +231,22 @@ def _gelu_tanh(tokens: int, dtype: torch.dtype) -> Arguments:
     return {**_activation(tokens, dtype), "tanh_approx": True}
 
 
+def _quantize(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {"x": torch.randn(tokens, 40).to(dtype)}
+
+
+def _quantize_groups(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_quantize(tokens, dtype), "block": [1, 16]}
+
+
+def _quantize_tensor(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_quantize(tokens, dtype), "block": [-1, -1]}
+
+
+def _quantize_static(tokens: int, dtype: torch.dtype) -> Arguments:
+    return {**_quantize(tokens, dtype), "scale": torch.rand(tokens, 1) + 0.01}
+
+
 def _rotary(tokens: int, dtype: torch.dtype) -> Arguments:
     return {
         "q": torch.randn(tokens, HEADS, DIM).to(dtype),
@@ -295,6 +314,14 @@ _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "fused_add_layer_norm_": {"plain": _with_residual(_layer_norm)},
     "silu_and_mul": {"plain": _activation},
     "gelu_and_mul": {"plain": _activation, "tanh": _gelu_tanh},
+    "quantize_fp8": {
+        "plain": _quantize,
+        "groups": _quantize_groups,
+        "tensor": _quantize_tensor,
+        "static": _quantize_static,
+    },
+    "quantize_int8": {"plain": _quantize, "groups": _quantize_groups, "static": _quantize_static},
+    "quantize_int8_asymmetric": {"plain": _quantize},
     "rotary_embedding_": {"plain": _rotary, "q_only": _rotary_q},
     "int2_gemm": {"plain": _gemm(2)},
     "int3_gemm": {"plain": _gemm(3)},
@@ -341,6 +368,8 @@ def everything(op: str, device: str = "cpu") -> Arguments:
         "paged_attention": "int8_tree",
         "append_paged_kv_cache_": "int8",
         "qk_norm_rope_append_": "int8",
+        "quantize_fp8": "static",
+        "quantize_int8": "static",
     }
     variant = variants.get(op, "plain")
     arguments = make(op, variant, device=device)

@@ -17,7 +17,10 @@ INTEGERS = {
 }  # fmt: skip
 
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.
-ANY_RANK = {("rms_norm", "x"), ("layer_norm", "x"), ("silu_and_mul", "x"), ("gelu_and_mul", "x")}
+ANY_RANK = {
+    ("rms_norm", "x"), ("layer_norm", "x"), ("silu_and_mul", "x"), ("gelu_and_mul", "x"),
+    ("quantize_fp8", "x"), ("quantize_int8", "x"), ("quantize_int8_asymmetric", "x"),
+}  # fmt: skip
 
 # Arguments that are read and written through all their strides.
 ANY_STRIDES = {
@@ -26,6 +29,12 @@ ANY_STRIDES = {
     ("append_paged_kv_cache_", "v_scale"),
     ("qk_norm_rope_append_", "k_scale"),
     ("qk_norm_rope_append_", "v_scale"),
+    ("quantize_fp8", "scale"),
+    ("quantize_fp8", "out_scale"),
+    ("quantize_int8", "scale"),
+    ("quantize_int8", "out_scale"),
+    ("quantize_int8_asymmetric", "out_scale"),
+    ("quantize_int8_asymmetric", "out_zero_point"),
 }
 
 # Dimensions whose size something else fixes: (op, argument, dimension).
@@ -71,6 +80,8 @@ SIZES = [
                            ("bias", 1))
         for dim in (range(dims) if name != "x" else [1])
     ],
+    ("quantize_fp8", "x", 0), ("quantize_fp8", "scale", 0), ("quantize_fp8", "scale", 1),
+    ("quantize_int8", "x", 0), ("quantize_int8", "scale", 0), ("quantize_int8", "scale", 1),
     ("sample", "temperature", 0), ("sample", "top_k", 0), ("sample", "top_p", 0),
     ("sample", "min_p", 0), ("sample", "seeds", 0), ("sample", "positions", 0),
     ("append_paged_kv_cache_", "k", 0), ("append_paged_kv_cache_", "k", 1),
@@ -188,7 +199,7 @@ def test_last_dimension_not_dense(backend: Backend, op: str, name: str) -> None:
         dense = contiguous(arguments)
         results = [getattr(backend.ops, op)(**given) for given in (arguments, dense)]
         for ours, wanted in zip(results[0] or [], results[1] or [], strict=True):
-            assert torch.equal(ours, wanted)
+            assert torch.equal(bits(ours), bits(wanted))
         for changed in MUTATED.get(op, ()):
             assert torch.equal(arguments[changed], dense[changed])
         return
@@ -209,9 +220,11 @@ def test_output_of_wrong_dtype_rank_size_or_stride(backend: Backend, op: str, na
     good = receivers(op, arguments)
     x = good[name]
     wrong = [
-        x.to(torch.int16), x.unsqueeze(0), x[..., :-1].contiguous(), x[:-1].contiguous(), spread(x),
+        x.to(torch.int16), x.unsqueeze(0), x[..., :-1].contiguous(), x[:-1].contiguous(),
         x.new_zeros(()),
     ]  # fmt: skip
+    if (op, name) not in ANY_STRIDES:
+        wrong.append(spread(x))
     if x.dim() > 1 and x.shape[0] > 1:
         wrong.append(x[:1].expand(x.shape))
     for bad in wrong:

@@ -64,7 +64,7 @@ def test_recompiling_would_be_noticed() -> None:
             double(torch.ones(3))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "paged_attention", "sample"])
+@pytest.mark.parametrize("op", ["rms_norm", "paged_attention", "quantize_fp8", "sample"])
 def test_out_arguments(backend: Backend, op: str) -> None:
     """`out` is written, not replaced, when the wrapper is compiled."""
     wrapper = getattr(backend.ops, op)
@@ -73,6 +73,7 @@ def test_out_arguments(backend: Backend, op: str) -> None:
     names = {
         "rms_norm": ["out"],
         "paged_attention": ["out", "lse"],
+        "quantize_fp8": ["out", "out_scale"],
         "sample": ["token_ids", "valid"],
     }
     receivers = [torch.zeros_like(x) for x in eager]
@@ -89,7 +90,7 @@ def test_out_arguments(backend: Backend, op: str) -> None:
     "op",
     [
         "rms_norm", "fused_add_rms_norm_", "rotary_embedding_", "qk_norm_rope_append_",
-        "silu_and_mul", "paged_attention",
+        "silu_and_mul", "paged_attention", "quantize_fp8",
     ],
 )  # fmt: skip
 def test_inductor(backend: Backend, op: str) -> None:

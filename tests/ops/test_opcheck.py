@@ -33,7 +33,7 @@ def test_out_overloads(backend: Backend, op: str, variant: str) -> None:
     torch.library.opcheck(overload, (), arguments, test_utils=checks_of(arguments))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "silu_and_mul", "fused_add_rms_norm_"])
+@pytest.mark.parametrize("op", ["rms_norm", "silu_and_mul", "fused_add_rms_norm_", "quantize_int8"])
 def test_strided_input(backend: Backend, op: str) -> None:
     """The fake gives a contiguous result for a column slice, as the kernel does."""
     arguments = make(op)
@@ -50,7 +50,7 @@ def test_strided_input(backend: Backend, op: str) -> None:
     "op",
     [
         "rms_norm", "flash_attention", "paged_attention", "append_paged_kv_cache_",
-        "qk_norm_rope_append_", "sample",
+        "qk_norm_rope_append_", "quantize_fp8", "sample",
     ],
 )  # fmt: skip
 def test_half_precision(backend: Backend, op: str, dtype: torch.dtype) -> None:

@@ -37,6 +37,11 @@ from tests.reference.norm import (
     rms_norm,
     silu_and_mul,
 )
+from tests.reference.quantize import (
+    quantize_fp8,
+    quantize_int8,
+    quantize_int8_asymmetric,
+)
 from tests.reference.rotary import (
     rotary_cos_sin,
     rotary_embedding_,
@@ -72,6 +77,9 @@ __all__ = [
     "philox4x32",
     "popcount",
     "qk_norm_rope_append_",
+    "quantize_fp8",
+    "quantize_int8",
+    "quantize_int8_asymmetric",
     "quantize_rows",
     "random_words",
     "read_pages",

@@ -120,6 +120,32 @@ def _sample(
     return (logits, temperature, *given, seeds, positions, token_ids, valid)
 
 
+def _quantize(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    storage: torch.dtype = torch.float8_e4m3fn,
+    *,
+    static: bool = False,
+    odd: bool = False,
+) -> tuple[Any, ...]:
+    block_rows, block_columns = (
+        size if extent == -1 else extent
+        for size, extent in zip((rows, columns), block, strict=True)
+    )
+    scale = torch.empty(-(-rows // block_rows), -(-columns // block_columns))
+    given = torch.empty_like(scale) if static else None
+    x, out = _rows(rows, columns, dtype, odd=odd), torch.empty(rows, columns, dtype=storage)
+    return (x, given, block_rows, block_columns, out, scale)
+
+
+def _quantize_asymmetric(rows: int, columns: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    zero_point = torch.empty(rows, 1, dtype=torch.int32)
+    out = torch.empty(rows, columns, dtype=torch.int8)
+    return (_rows(rows, columns, dtype), out, torch.empty(rows, 1), zero_point)
+
+
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
@@ -151,6 +177,35 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     "gelu/erf": ("gelu_and_mul", lambda: _gated(8192, BF16, False)),
     "gelu/erf/fp32": ("gelu_and_mul", lambda: _gated(33, FP32, False)),
     "gelu/tanh": ("gelu_and_mul", lambda: _gated(8192, FP16, True)),
+    "quantize_fp8/token": ("quantize_fp8", lambda: _quantize(512, 4096, BF16, (1, -1))),
+    "quantize_fp8/token/odd": (
+        "quantize_fp8",
+        lambda: _quantize(5, 2881, FP32, (1, -1), odd=True),
+    ),
+    "quantize_fp8/token/28672": ("quantize_fp8", lambda: _quantize(64, 28672, BF16, (1, -1))),
+    "quantize_fp8/token/cut": ("quantize_fp8", lambda: _quantize(2, 40000, BF16, (1, -1))),
+    "quantize_fp8/tensor": ("quantize_fp8", lambda: _quantize(512, 4096, BF16, (-1, -1))),
+    "quantize_fp8/1x128": ("quantize_fp8", lambda: _quantize(512, 4096, BF16, (1, 128))),
+    "quantize_fp8/128x128": ("quantize_fp8", lambda: _quantize(512, 4096, BF16, (128, 128))),
+    "quantize_fp8/128x128/fp32": ("quantize_fp8", lambda: _quantize(130, 304, FP32, (128, 128))),
+    "quantize_fp8/static": (
+        "quantize_fp8",
+        lambda: _quantize(512, 4096, BF16, (-1, -1), static=True),
+    ),
+    "quantize_fp8/column": ("quantize_fp8", lambda: _quantize(512, 100, FP16, (-1, 1))),
+    "quantize_int8/token": ("quantize_int8", lambda: _quantize(512, 4096, BF16, (1, -1), INT8)),
+    "quantize_int8/1x128/static": (
+        "quantize_int8",
+        lambda: _quantize(512, 4096, BF16, (1, 128), INT8, static=True),
+    ),
+    "quantize_int8_asymmetric/4096": (
+        "quantize_int8_asymmetric",
+        lambda: _quantize_asymmetric(512, 4096, BF16),
+    ),
+    "quantize_int8_asymmetric/cut": (
+        "quantize_int8_asymmetric",
+        lambda: _quantize_asymmetric(2, 40000, FP32),
+    ),
     "rotary/neox": ("rotary_embedding_", lambda: _rotary(BF16, 128, interleaved=False)),
     "rotary/neox/fp32": ("rotary_embedding_", lambda: _rotary(FP32, 80, interleaved=False)),
     "rotary/interleaved": ("rotary_embedding_", lambda: _rotary(BF16, 128, interleaved=True)),
@@ -229,7 +284,9 @@ def test_every_launched_kernel_has_a_case(name: str) -> None:
         ("rms_norm/head", 2, 1), ("rms_norm/4096", 2, 1), ("fused_add_rms_norm/8192", 2, 2),
         ("silu/bf16", 2, 1), ("gelu/erf", 2, 1), ("rotary/neox", 2, 2),
         ("rotary/interleaved", 2, 2), ("append/bf16", 1, 1), ("qk_norm_rope/bf16", 3, 3),
-        ("sample/greedy/one", 1, 0),
+        ("sample/greedy/one", 1, 0), ("quantize_fp8/token", 2, 1), ("quantize_fp8/1x128", 2, 1),
+        ("quantize_fp8/static", 2, 1), ("quantize_int8/token", 2, 1),
+        ("quantize_int8_asymmetric/4096", 2, 1), ("quantize_fp8/128x128", 2, 1),
     ],
 )  # fmt: skip
 def test_aligned_rows_move_16_bytes_at_a_time(case: str, loads: int, stores: int) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from fastinfer.triton_kernels.activation import activation_config
 from fastinfer.triton_kernels.kv_cache import append_config
 from fastinfer.triton_kernels.norm import NormConfig, norm_config
+from fastinfer.triton_kernels.quantize import QuantizeConfig, passes_of, quantize_config
 from fastinfer.triton_kernels.rotary import rotary_config
-from fastinfer.triton_kernels.rows import Rows, merged_dims, vector_width, walk
+from fastinfer.triton_kernels.rows import Rows, merged_dims, vector_width, walk, walk_in_order
 from fastinfer.triton_kernels.sampling import sample_config
 
 
@@ -68,6 +69,20 @@ def test_every_row_is_walked_once(name: str) -> None:
     out = torch.empty(x.shape)
     expected = sorted(zip(addresses(x), addresses(out), strict=True))
     assert sorted(walked(x, out)) == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rows_are_walked_in_the_order_of_their_indices(name: str) -> None:
+    x = SHAPES[name]
+    out = torch.empty(x.shape)
+    rows = walk_in_order(x, out)
+    if rows is None:
+        assert name in ("swapped", "expanded", "many")  # three dimensions or more
+        return
+    assert rows.count == len(addresses(x))
+    for which, tensor in enumerate((x, out)):
+        found = [tensor.storage_offset() + offset for offset in offsets(rows, which)]
+        assert found == addresses(tensor)
 
 
 def test_usual_rows_take_one_launch_and_one_product() -> None:
@@ -131,6 +146,34 @@ def test_activation(rows: int, width: int) -> None:
     config = activation_config(rows, width)
     assert config.rows * config.block in (1024, 2048)
     assert power_of_two(config.rows) and power_of_two(config.block)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [1, 3, 128, 129, 8192, 2**31])
+@pytest.mark.parametrize("columns", [1, 100, 128, 4096, 28672, 40000, 2**31])
+def test_quantize(rows: int, columns: int, itemsize: int, static: bool) -> None:
+    """Pieces cover a block; a program has as many elements as its registers hold."""
+    config = quantize_config(rows, columns, itemsize, static)
+    assert all(power_of_two(n) for n in (config.pieces, config.rows, config.columns))
+    tile = config.pieces * config.rows * config.columns
+    assert tile * itemsize <= 65536 and tile <= 32 * 32 * config.num_warps
+    whole = config.rows >= rows and config.columns >= columns
+    assert whole or config.pieces == 1
+    assert whole or config.rows * config.columns == 4096
+    pieces = -(-rows // config.rows) * -(-columns // config.columns)
+    for blocks in (1, 3, 1000):
+        parts, steps = passes_of(blocks, pieces, 132)
+        assert (parts - 1) * steps < pieces <= parts * steps
+        assert parts == 1 or (parts - 1) * blocks <= 4 * 132
+
+
+def test_quantize_choices() -> None:
+    """A token of a model's hidden size has the threads of two vector loads each; groups share."""
+    assert quantize_config(1, 4096, 2, False) == QuantizeConfig(1, 1, 4096, 8)
+    assert quantize_config(1, 128, 2, False) == QuantizeConfig(16, 1, 128, 4)
+    assert quantize_config(128, 128, 2, False) == QuantizeConfig(1, 128, 128, 32)
+    assert passes_of(1, 16384, 132) == (512, 32)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 32, 128])

@@ -90,7 +90,7 @@ __device__ inline uint32_t encode_four(const float (&q)[4]) {
   }
 }
 
-// The code of any element under any scale. NaN becomes 0 in int8, and in fp8 a NaN of its sign.
+// The code of any element under any scale. NaN becomes 0 in int8, and in fp8 the NaN 0x7f.
 template <PageFormat kFormat>
 __device__ inline uint32_t encode_any(float x, float scale) {
   const float q = __fdiv_rn(x, scale);
@@ -98,7 +98,7 @@ __device__ inline uint32_t encode_any(float x, float scale) {
     const float clamped = fminf(fmaxf(q, -127.0f), 127.0f);
     return isnan(q) ? 0 : __float_as_uint(__fadd_rn(clamped, kRoundingMagic)) & 0xff;
   } else {
-    if (isnan(q)) return 0x7f | (__float_as_uint(x) >> 24 & 0x80);
+    if (isnan(q)) return 0x7f;
     return __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
   }
 }
