@@ -104,8 +104,9 @@ __device__ inline FourScales load_four_scales(const void* scales, ScaleFormat fo
   return four;
 }
 
-__device__ inline float from_bf16(uint16_t bits) {
-  return __uint_as_float(uint32_t{bits} << 16);
+__device__ inline float half_to_float(uint16_t bits, ScaleFormat format) {
+  return format == ScaleFormat::kBf16 ? __uint_as_float(uint32_t{bits} << 16)
+                                      : __half2float(__ushort_as_half(bits));
 }
 
 __device__ inline void to_floats(const FourScales& four, ScaleFormat format, float (&values)[4]) {
@@ -116,20 +117,30 @@ __device__ inline void to_floats(const FourScales& four, ScaleFormat format, flo
   const auto half = [&](int i) { return static_cast<uint16_t>(four.words[i / 2] >> 16 * (i % 2)); };
   switch (format) {
     case ScaleFormat::kFloat: return each([&](int i) { return __uint_as_float(four.words[i]); });
-    case ScaleFormat::kBf16: return each([&](int i) { return from_bf16(half(i)); });
-    default: return each([&](int i) { return __half2float(__ushort_as_half(half(i))); });
+    case ScaleFormat::kBf16:
+      return each([&](int i) { return half_to_float(half(i), ScaleFormat::kBf16); });
+    default: return each([&](int i) { return half_to_float(half(i), ScaleFormat::kFp16); });
   }
 }
 
 __device__ inline float load_scalar(const void* values, ScaleFormat format, int64_t i) {
-  if (format == ScaleFormat::kFloat) return static_cast<const float*>(values)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[i];
-  return format == ScaleFormat::kBf16 ? from_bf16(bits) : __half2float(__ushort_as_half(bits));
+  return format == ScaleFormat::kFloat
+             ? static_cast<const float*>(values)[i]
+             : half_to_float(static_cast<const uint16_t*>(values)[i], format);
+}
+
+// The bits of what column k of the weight multiplies: 0 past the last, and NaN where perm is wrong.
+__device__ inline uint16_t element_of_x(const LowBitParams& p, int32_t token, int32_t k) {
+  if (k >= p.k) return 0;
+  const int32_t column = p.perm == nullptr ? k : p.perm[k];
+  if (static_cast<uint32_t>(column) >= static_cast<uint32_t>(p.k)) return 0x7fff;
+  return static_cast<const uint16_t*>(p.x)[token * p.x_row_stride + column];
 }
 
 template <class T, int kBits>
 __device__ float term_by_term(const LowBitParams& p, int32_t token, int32_t n) {
-  const T* x = static_cast<const T*>(p.x) + token * p.x_row_stride;
+  constexpr ScaleFormat kFormat =
+      LowBitCodes<T, kBits>::kBf16 ? ScaleFormat::kBf16 : ScaleFormat::kFp16;
   float sum = 0.0f;
   for (int32_t k = 0; k < p.k; ++k) {
     const int64_t i = int64_t{p.group_size.quotient(k)} * p.n + n;
@@ -138,7 +149,7 @@ __device__ float term_by_term(const LowBitParams& p, int32_t token, int32_t n) {
     const int code =
         low_bit_code<kBits>(reinterpret_cast<const uint32_t*>(p.qweight), p.k_tiles, n, k);
     const float weight = load_scalar(p.scales, p.scale_format, i) * (code - zero);
-    sum = fmaf(weight, static_cast<float>(x[k]), sum);
+    sum = fmaf(weight, half_to_float(element_of_x(p, token, k), kFormat), sum);
   }
   return sum;
 }
@@ -197,6 +208,17 @@ struct FewRowsWarp {
                          weights + offsets[i] + 32 * j, false);
       }
     }
+    if (p.x_in_vectors) {
+      copy_x(stage);
+    } else {
+      gather_x(stage);
+    }
+    weights += Traits::kWarps * kTileVectors;
+    x += Traits::kWarps * kTile;
+    columns_left -= Traits::kWarps * kTile;
+  }
+
+  __device__ void copy_x(typename Traits::Stage& stage) const {
     const int first_row = lane / 8;
     const uint32_t to = ptx::shared_address(&stage.x[first_row][lane % 8 ^ first_row]);
 #pragma unroll
@@ -207,9 +229,21 @@ struct FewRowsWarp {
                          columns_left <= 0);
       }
     }
-    weights += Traits::kWarps * kTileVectors;
-    x += Traits::kWarps * kTile;
-    columns_left -= Traits::kWarps * kTile;
+  }
+
+  // The same, element by element.
+  __device__ void gather_x(typename Traits::Stage& stage) const {
+    const int32_t first_column = p.k - columns_left;
+#pragma unroll 1
+    for (int row = lane / 8; row < p.m; row += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t bits = element_of_x(p, row, first_column + i);
+        words[i / 2] = i % 2 == 0 ? bits : words[i / 2] | bits << 16;
+      }
+      stage.x[row][lane % 8 ^ row % 8] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 
   // Rows that x does not have stay zero in every stage.

@@ -11,13 +11,12 @@
 namespace fastinfer::cuda {
 namespace {
 
-// Rows of x are copied in vectors of 16 bytes, and vectors of the weight are counted in 32 bits.
+// Vectors of the weight are counted in 32 bits.
 bool supports(const LowBitGemmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.dtype == ScalarType::Float) return false;
   const int64_t vectors = (p.n + 63) / 64 * ((p.k + 63) / 64) * p.bits * 32;
-  return p.m <= kFewRows && p.perm == nullptr && p.k % 8 == 0 && vectors <= kMostIndices &&
-         p.k <= kMostIndices / 2 && p.n <= kMostIndices / 2 &&
-         aligned_to(16, p.x, 2, {p.m > 1 ? p.x_row_stride : 0});
+  return p.m <= kFewRows && vectors <= kMostIndices && p.k <= kMostIndices / 2 &&
+         p.n <= kMostIndices / 2;
 }
 
 ScaleFormat format_of(ScalarType dtype) {
@@ -32,8 +31,11 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
   const int64_t four = 4 * element_size(p.scale_dtype);
   const bool aligned = p.n % 4 == 0 && aligned_to(four, p.scales, 1, {}) &&
                        (p.zeros == nullptr || aligned_to(four, p.zeros, 1, {}));
+  const bool in_vectors =
+      p.perm == nullptr && p.k % 8 == 0 && aligned_to(16, p.x, 2, {p.m > 1 ? p.x_row_stride : 0});
   return {p.x,
           p.x_row_stride,
+          p.perm,
           reinterpret_cast<const uint4*>(p.qweight),
           p.scales,
           p.zeros,
@@ -46,6 +48,7 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
           static_cast<int32_t>((p.n + 63) / 64),
           static_cast<int32_t>((p.k + 63) / 64),
           Divider(static_cast<int32_t>(p.group_size)),
+          in_vectors,
           format_of(p.scale_dtype),
           aligned,
           format_of(p.bias_dtype)};

@@ -13,8 +13,9 @@ constexpr int kFewRows = 16;  // of x, at most
 enum class ScaleFormat : int { kFloat, kBf16, kFp16 };
 
 struct LowBitParams {
-  const void* x;         // [M, K]; K a multiple of 8, rows aligned to 16 bytes
+  const void* x;         // [M, K]
   int64_t x_row_stride;  // in elements
+  const int32_t* perm;   // [K] or null
   const uint4* qweight;  // [n_tiles, k_tiles, bits, 32]; fewer than 2^31
   const void* scales;    // [groups, N]
   const void* zeros;     // [groups, N] or null: 2^(bits - 1)
@@ -24,6 +25,7 @@ struct LowBitParams {
   int32_t m, n, k;
   int32_t n_tiles, k_tiles;  // of 64
   Divider group_size;        // a multiple of 16
+  bool x_in_vectors;         // no perm, K a multiple of 8 and rows aligned to 16 bytes
   ScaleFormat scale_format;  // of scales and zeros
   bool scales_aligned;       // rows of both to four of their elements
   ScaleFormat bias_format;
