@@ -6,7 +6,7 @@
 // code becomes a 16-bit number by masks alone, relative to an offset and in a unit that the group's
 // scale takes back:
 //
-//     number = kOffset + code * kUnits[features 8 to 15 of the 16]
+//     number = kOffset + code * unit(whether of features 8 to 15 of the 16)
 //
 // bf16: 0x4300 | code is 128 + code, for up to 7 bits. fp16: code itself is the subnormal
 // code * 2^-24, which tensor cores multiply exactly. Where two fields fit into those bits, the
@@ -43,18 +43,23 @@ __device__ inline int low_bit_code(const uint32_t* tiles, int32_t k_tiles, int32
   }
 }
 
-template <class T, int kBits>
+// kNormal: in fp16 as well as an offset, 1024 + code, for those who subtract it.
+template <class T, int kBits, bool kNormal = false>
 struct LowBitCodes {
   static constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static constexpr int kRows = kBits == 3 ? 4 : kBits == 2 ? 2 : 1;  // of 16 features, of a block
   static constexpr int kLoads = kBits * kRows / 4;
   static constexpr int kBlocks = 4 / kRows;  // of a tile of 64 features
   static constexpr int kWords = 4 * kLoads;  // of a lane, of a block
-  static constexpr float kOffset = kBf16 && kBits < 8 ? 128.0f : 0.0f;
-  static constexpr float kUnits[2] = {kBf16 ? 1.0f : 0x1p-24f,
-                                      (kBf16 ? 1.0f : 0x1p-24f) * (kBits < 4 ? 1 << kBits : 1)};
-  static constexpr uint32_t kOffsetPair = kBf16 ? 0x43004300u : 0;
+  static constexpr bool kOffsets = kBf16 ? kBits < 8 : kNormal;
+  static constexpr float kOffset = !kOffsets ? 0.0f : kBf16 ? 128.0f : 1024.0f;
+  static constexpr float kUnit = kBf16 || kNormal ? 1.0f : 0x1p-24f;
+  static constexpr uint32_t kOffsetPair = !kOffsets ? 0 : kBf16 ? 0x43004300u : 0x64006400u;
   static constexpr uint32_t kOnePair = kBf16 ? 0x3f803f80u : 0x3c003c00u;
+
+  __device__ static constexpr float unit(bool second) {
+    return second && kBits < 4 ? kUnit * (1 << kBits) : kUnit;
+  }
 
   // Operand A for features 16 row .. of a block and the columns of a step.
   __device__ static void operand(const uint32_t (&words)[kWords], int row, int step,
@@ -84,11 +89,11 @@ struct LowBitCodes {
       return masked<0x00200020>(three[2] >> 10, masked<0x00100010>(three[1] >> 11, low));
     } else {
       const uint32_t bytes = words[2 * step + r / 2] >> 8 * (r % 2);
-      if constexpr (!kBf16) return bytes & 0x00ff00ffu;
+      if constexpr (!kBf16) return masked<0x00ff00ff>(bytes, kOffsetPair);
       // 128 + the low 7 bits, and 128 or 256 by the eighth: both are exact, and so is their sum
       // less 256.
-      const uint32_t low = masked<0x007f007f>(bytes, kOffsetPair);
-      const uint32_t high = masked<0x00800080>(bytes, kOffsetPair);
+      const uint32_t low = masked<0x007f007f>(bytes, 0x43004300u);
+      const uint32_t high = masked<0x00800080>(bytes, 0x43004300u);
       return add_bf16x2(low, add_bf16x2(high, 0xc380c380u));
     }
   }

@@ -1,4 +1,4 @@
-// How a product of few rows is cut: a pure function of the shape and the device.
+// How products are cut: pure functions of the shape and the device.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +56,25 @@ inline FewRowsConfig few_rows_config(int bits, bool many_scales, int64_t n_tiles
     }
   }
   return best;
+}
+
+struct ManyRowsConfig {
+  int tokens;   // rows of x of a block: 32, 64 or 128
+  int cluster;  // as above
+};
+
+// A multiprocessor has one block. As many blocks cut K as find a place at once.
+inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int sms) {
+  ManyRowsConfig config{m <= 32 ? 32 : m <= 64 ? 64 : 128, 1};
+  const int64_t tiles = (n_tiles + 1) / 2 * ((m + config.tokens - 1) / config.tokens);
+  constexpr int64_t kLeastTiles = 4;  // of K, of a block
+  while (config.cluster < 8) {
+    const int wider = 2 * config.cluster;
+    const int64_t slots = wider > 2 ? sms * 9 / 10 : sms;
+    if (tiles * wider > slots || k_tiles / wider < kLeastTiles) break;
+    config.cluster = wider;
+  }
+  return config;
 }
 
 }  // namespace fastinfer::cuda

@@ -15,14 +15,13 @@
 // same in any batch.
 #pragma once
 
-#include "../ptx/cluster.h"
 #include "../ptx/cp_async.h"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"
 #include "low_bit_codes.cuh"
 #include "low_bit_gemm.h"
-#include "low_bit_scales.cuh"
+#include "low_bit_result.cuh"
 
 namespace fastinfer::cuda {
 
@@ -224,7 +223,7 @@ struct FewRowsWarp {
       if (p.zeros != nullptr) to_floats(raw_zeros[i], p.scale_format, zero);
       // A lane's four features are all of the first or all of the second 8 of 16.
       const int row16 = lane / 4, second = lane / 2 % 2;
-      const float unit = second ? 1.0f / Codes::kUnits[1] : 1.0f / Codes::kUnits[0];
+      const float unit = second ? 1.0f / Codes::unit(true) : 1.0f / Codes::unit(false);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float in_unit = scale[j] * unit;
@@ -392,21 +391,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
     for (int other = 0; other < Traits::kWarps; ++other) sum += smem.sums[other][token][feature];
     smem.block_sums[token][feature] = sum;
   }
-  ptx::cluster_sync();
-  for (int i = rank * Traits::kThreads + threadIdx.x; i < Traits::kFeatures * p.m;
-       i += blocks * Traits::kThreads) {
-    const int token = i / Traits::kFeatures, feature = i % Traits::kFeatures;
-    const int32_t n = w.first_feature() + feature;
-    if (n >= p.n) continue;
-    float sum = 0.0f;
-    for (uint32_t block = 0; block < blocks; ++block) {
-      sum += ptx::cluster_load(&smem.block_sums[token][feature], block);
-    }
-    if (!isfinite(sum)) sum = term_by_term<T, Traits::kBits>(p, token, n);
-    if (p.bias != nullptr) sum += load_scalar(p.bias, p.bias_format, n);
-    static_cast<T*>(p.out)[token * p.out_row_stride + n] = static_cast<T>(sum);
-  }
-  ptx::cluster_sync();  // nobody reads this block's memory any more
+  const auto again = [&](float sum, int32_t token, int32_t n) {
+    return isfinite(sum) ? sum : term_by_term<T, Traits::kBits>(p, token, n);
+  };
+  write_result<T, Traits::kFeatures, Traits::kRowPitch, Traits::kThreads>(
+      p, smem.block_sums, w.first_feature(), 0, p.m, again);
 }
 
 }  // namespace fastinfer::cuda

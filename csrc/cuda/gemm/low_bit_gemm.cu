@@ -1,4 +1,4 @@
-// CUDA: int2_gemm, int3_gemm, int4_gemm and int8_gemm on Hopper, for few rows of x.
+// CUDA: int2_gemm, int3_gemm, int4_gemm and int8_gemm on Hopper.
 #include <torch/csrc/stable/library.h>
 
 #include "../../checks/low_bit_gemm.h"
@@ -6,17 +6,22 @@
 #include "../../portable/low_bit_gemm.h"
 #include "../../portable/portable.h"
 #include "../runtime.h"
+#include "../tensor_map.h"
 #include "low_bit_gemm.h"
 
 namespace fastinfer::cuda {
 namespace {
 
-// Vectors of the weight are counted in 32 bits.
+// Few rows take any x; many rows come by TMA, and their groups by tiles of 64. Vectors of the
+// weight are counted in 32 bits.
 bool supports(const LowBitGemmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.dtype == ScalarType::Float) return false;
   const int64_t vectors = (p.n + 63) / 64 * ((p.k + 63) / 64) * p.bits * 32;
-  return p.m <= kFewRows && vectors <= kMostIndices && p.k <= kMostIndices / 2 &&
-         p.n <= kMostIndices / 2;
+  const bool counted = vectors <= kMostIndices && p.m <= kMostIndices / 2 &&
+                       p.k <= kMostIndices / 2 && p.n <= kMostIndices / 2;
+  const bool by_tma =
+      p.perm == nullptr && p.group_size % 64 == 0 && suits_tma(p.x, 2, {{p.m, p.x_row_stride}});
+  return counted && (p.m <= kFewRows || by_tma);
 }
 
 ScaleFormat format_of(ScalarType dtype) {
@@ -54,17 +59,31 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
           format_of(p.bias_dtype)};
 }
 
+template <int kBits>
 cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {
   const LowBitParams params = params_of(p);
   const bool bf16 = p.dtype == ScalarType::BFloat16;
-  const bool many_scales = p.group_size % 64 != 0;
-  const FewRowsConfig config =
-      few_rows_config(p.bits, many_scales, params.n_tiles, params.k_tiles, num_sms(p.op, device));
+  const int sms = num_sms(p.op, device);
+  if (p.m <= kFewRows) {
+    const bool many_scales = p.group_size % 64 != 0;
+    const auto config = few_rows_config(kBits, many_scales, params.n_tiles, params.k_tiles, sms);
+    return low_bit_few_rows<kBits>(params, bf16, many_scales, config, device, stream);
+  }
+  const auto config = many_rows_config(p.m, params.n_tiles, params.k_tiles, sms);
+  const CUtensorMap x_map = make_tensor_map(p.op, p.dtype,
+                                            {p.x,
+                                             {p.k, p.m, 1, 1},
+                                             {1, p.x_row_stride, 0, 0},
+                                             {64, static_cast<uint32_t>(config.tokens), 1, 1}});
+  return low_bit_many_rows<kBits>(params, bf16, x_map, config, device, stream);
+}
+
+cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {
   switch (p.bits) {
-    case 2: return low_bit_few_rows<2>(params, bf16, many_scales, config, device, stream);
-    case 3: return low_bit_few_rows<3>(params, bf16, many_scales, config, device, stream);
-    case 4: return low_bit_few_rows<4>(params, bf16, many_scales, config, device, stream);
-    default: return low_bit_few_rows<8>(params, bf16, many_scales, config, device, stream);
+    case 2: return launch<2>(p, device, stream);
+    case 3: return launch<3>(p, device, stream);
+    case 4: return launch<4>(p, device, stream);
+    default: return launch<8>(p, device, stream);
   }
 }
 

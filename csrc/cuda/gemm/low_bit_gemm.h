@@ -1,6 +1,7 @@
 // What low_bit_gemm.cu asks of the kernels, which are compiled in a file for each width of codes.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "../indexing.h"
@@ -35,5 +36,11 @@ struct LowBitParams {
 template <int kBits>
 cudaError_t low_bit_few_rows(const LowBitParams& params, bool bf16, bool many_scales,
                              const FewRowsConfig& config, int device, cudaStream_t stream);
+
+// For any number of rows that x_map shows in boxes of 64 columns and config.tokens rows; the
+// groups' size is a multiple of 64.
+template <int kBits>
+cudaError_t low_bit_many_rows(const LowBitParams& params, bool bf16, const CUtensorMap& x_map,
+                              const ManyRowsConfig& config, int device, cudaStream_t stream);
 
 }  // namespace fastinfer::cuda

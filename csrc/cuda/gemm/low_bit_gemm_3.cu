@@ -11,4 +11,11 @@ cudaError_t low_bit_few_rows<3>(const LowBitParams& params, bool bf16, bool many
               : launch_few_rows<__half, 3>(params, many_scales, config, device, stream);
 }
 
+template <>
+cudaError_t low_bit_many_rows<3>(const LowBitParams& params, bool bf16, const CUtensorMap& x_map,
+                                 const ManyRowsConfig& config, int device, cudaStream_t stream) {
+  return bf16 ? launch_many_rows<__nv_bfloat16, 3>(params, x_map, config, device, stream)
+              : launch_many_rows<__half, 3>(params, x_map, config, device, stream);
+}
+
 }  // namespace fastinfer::cuda

@@ -1,21 +1,20 @@
-// Launches the kernel for few rows, for codes of one width.
+// Launches the kernels for codes of one width.
 #pragma once
 
 #include "low_bit_few_rows.cuh"
+#include "low_bit_many_rows.cuh"
 
 namespace fastinfer::cuda {
 
-template <class Traits>
-cudaError_t launch_few_rows_kernel(const LowBitParams& params, int cluster, int device,
-                                   cudaStream_t stream) {
+// In clusters of neighbours in x, brought up while the kernel before ends.
+template <auto kKernel, int kBytes, class... Args>
+cudaError_t launch_clusters(int64_t blocks, int threads, int cluster, int device,
+                            cudaStream_t stream, const Args&... args) {
   constexpr int kMaxDevices = 64;
-  constexpr int kBytes = sizeof(typename Traits::Smem);
-  static_assert(kBytes * Traits::kBlocksOfSm <= 227 * 1024);
   static bool allowed[kMaxDevices] = {};
-  const auto kernel = &low_bit_few_rows_kernel<Traits>;
   if (device >= kMaxDevices || !allowed[device]) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices) allowed[device] = true;
   }
@@ -24,17 +23,27 @@ cudaError_t launch_few_rows_kernel(const LowBitParams& params, int cluster, int 
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  const int64_t blocks =
-      int64_t{params.n_tiles} * LowBitCodes<typename Traits::T, Traits::kBits>::kBlocks;
   cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(static_cast<unsigned>((blocks + Traits::kBlocks - 1) / Traits::kBlocks * cluster));
-  config.blockDim = dim3(Traits::kThreads);
+  config.gridDim = dim3(static_cast<unsigned>(blocks * cluster));
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return cudaLaunchKernelEx(&config, kKernel, args...);
+}
+
+// ---- few rows
+
+template <class Traits>
+cudaError_t launch_few_rows_kernel(const LowBitParams& params, int cluster, int device,
+                                   cudaStream_t stream) {
+  constexpr int kBytes = sizeof(typename Traits::Smem);
+  static_assert(kBytes * Traits::kBlocksOfSm <= 227 * 1024);
+  const int64_t groups =
+      (int64_t{params.n_tiles} * Traits::Codes::kBlocks + Traits::kBlocks - 1) / Traits::kBlocks;
+  return launch_clusters<&low_bit_few_rows_kernel<Traits>, kBytes>(groups, Traits::kThreads,
+                                                                   cluster, device, stream, params);
 }
 
 // Tries the shapes from kIndex on until it is the configuration's.
@@ -67,6 +76,32 @@ cudaError_t launch_few_rows(const LowBitParams& params, bool many_scales,
   }
   return two ? launch_few_rows_shape<T, kBits, 2, 4>(params, config, device, stream)
              : launch_few_rows_shape<T, kBits, 1, 4>(params, config, device, stream);
+}
+
+// ---- many rows
+
+template <class Traits>
+cudaError_t launch_many_rows_kernel(const LowBitParams& params, const CUtensorMap& x_map,
+                                    int cluster, int device, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(typename Traits::Smem);
+  static_assert(kBytes <= 227 * 1024);
+  const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
+  const int64_t tiles = int64_t{(params.n_tiles + 1) / 2} * token_tiles;
+  return launch_clusters<&low_bit_many_rows_kernel<Traits>, kBytes>(
+      tiles, Traits::kThreads, cluster, device, stream, params, x_map, token_tiles);
+}
+
+template <class T, int kBits>
+cudaError_t launch_many_rows(const LowBitParams& params, const CUtensorMap& x_map,
+                             const ManyRowsConfig& config, int device, cudaStream_t stream) {
+  const auto launch = [&](auto traits) {
+    return launch_many_rows_kernel<decltype(traits)>(params, x_map, config.cluster, device, stream);
+  };
+  switch (config.tokens) {
+    case 32: return launch(ManyRowsTraits<T, kBits, 32>{});
+    case 64: return launch(ManyRowsTraits<T, kBits, 64>{});
+    default: return launch(ManyRowsTraits<T, kBits, 128>{});
+  }
 }
 
 }  // namespace fastinfer::cuda

@@ -26,6 +26,14 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
+// The same for those who have only read, which saves a fence of all memory.
+__device__ inline void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;\n" ::
+          : "memory");
+}
+
 // What a block of the cluster has at this address of its shared memory.
 __device__ inline float cluster_load(const float* own, uint32_t rank) {
   float value;

@@ -25,4 +25,14 @@ __device__ inline void tma_load(void* target, const CUtensorMap* map, Mbarrier* 
       : "memory");
 }
 
+// Bytes that follow one another: a multiple of 16, from and to multiples of 16.
+__device__ inline void bulk_load(void* target, const void* from, uint32_t bytes,
+                                 Mbarrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(target)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier->state))
+      : "memory");
+}
+
 }  // namespace fastinfer::cuda::ptx

@@ -1,0 +1,76 @@
+"""How low-bit products are cut on Hopper: pure functions, run here without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
+SMS = 132  # of an H200
+
+SIZES = [1, 40, 64, 100, 576, 1000, 4096, 6144, 8192, 10944, 14336, 28672, 151936]
+FEW = list(itertools.product((2, 3, 4, 8), (0, 1), SIZES, SIZES, (78, 114, SMS)))
+MANY = list(itertools.product((17, 32, 33, 64, 65, 300, 4096), SIZES, SIZES, (78, 114, SMS)))
+# Few rows, 4 bits, groups of 64 and more: what was fastest of all shapes and clusters on one H200.
+FASTEST = {
+    (28672, 4096): (7, 8, 1),
+    (8192, 28672): (8, 16, 2),
+    (4096, 14336): (4, 16, 2),
+    (6144, 4096): (6, 16, 2),
+    (4096, 4096): (4, 16, 2),
+}
+
+Table = dict[tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> tuple[Table, Table]:
+    program = tmp_path_factory.mktemp("config") / "low_bit_config"
+    source = HERE / "low_bit_config.cpp"
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run(
+        [compiler, "-std=c++20", "-O0", f"-I{SOURCES}", str(source), "-o", str(program)], check=True
+    )
+    requests = [("few", *request) for request in FEW] + [("many", *request) for request in MANY]
+    asked = "\n".join(" ".join(map(str, request)) for request in requests)
+    run = subprocess.run([str(program)], input=asked, capture_output=True, text=True, check=True)
+    answers = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    assert len(answers) == len(requests)
+    return dict(zip(FEW, answers, strict=False)), dict(zip(MANY, answers[len(FEW) :], strict=True))
+
+
+def tiles(size: int) -> int:
+    return -(-size // 64)
+
+
+def test_few_rows_have_a_configuration_whatever_the_shape(tables) -> None:
+    for (bits, *_), (rows, warps, cluster) in tables[0].items():
+        assert rows >= 1 and warps in (8, 16) and cluster in (1, 2, 4, 8)
+        assert rows % {2: 2, 3: 4, 4: 1, 8: 1}[bits] == 0  # whole blocks of codes
+
+
+def test_clusters_leave_work_to_every_block_and_fit_at_once(tables) -> None:
+    for (_, _, n, k, sms), (rows, warps, cluster) in tables[0].items():
+        if cluster > 1:
+            assert -(-tiles(n) * 4 // rows) * cluster <= sms * (16 // warps)
+            assert tiles(k) // cluster >= warps // 2
+    for (m, n, k, sms), (tokens, cluster) in tables[1].items():
+        if cluster > 1:
+            assert -(-m // tokens) * -(-tiles(n) // 2) * cluster <= sms
+            assert tiles(k) // cluster >= 4
+
+
+def test_many_rows_are_cut_as_little_as_covers_them(tables) -> None:
+    for (m, *_), (tokens, cluster) in tables[1].items():
+        assert tokens == (32 if m <= 32 else 64 if m <= 64 else 128)
+        assert cluster in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("shape", "fastest"), FASTEST.items())
+def test_the_fastest_is_chosen(tables, shape, fastest) -> None:
+    assert tables[0][(4, 0, *shape, SMS)] == fastest
