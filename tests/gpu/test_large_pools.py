@@ -110,3 +110,17 @@ def test_logits_past_2_31_elements() -> None:
     token_ids, valid = ops.sample(logits)
     assert valid.all()
     assert token_ids[-1] == 777 and token_ids[0] == 5 and not token_ids[1:-1].any()
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_weights_past_2_31_bytes(rows: int) -> None:
+    """The last features of a weight of 2 GB, for few rows and for many."""
+    k, tiles = 8192, 2**31 // (8192 * 64 // 2) + 1  # 64 features of 4 bits a tile
+    last = torch.randint(-(2**31), 2**31, (1, k // 64, 512), device="cuda", dtype=torch.int32)
+    qweight = torch.empty(tiles, k // 64, 512, device="cuda", dtype=torch.int32)
+    qweight[-1:] = last
+    scales = torch.rand(k // 128, tiles * 64, device="cuda", dtype=BF16)
+    x = torch.randn(rows, k, device="cuda", dtype=BF16)
+    whole = ops.int4_gemm(x, qweight, scales)
+    alone = ops.int4_gemm(x, last, scales[:, -64:].contiguous())
+    torch.testing.assert_close(whole[:, -64:], alone, rtol=2**-7, atol=1e-2)
