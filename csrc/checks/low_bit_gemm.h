@@ -70,9 +70,6 @@ inline LowBitGemmProblem check_low_bit_gemm(
                {(n - 1) / kLowBitTile + 1, (k - 1) / kLowBitTile + 1, int64_t{bits} * 128});
   expect_contiguous(qweight);
   expect_same_device(qweight, x);
-  FI_CHECK(reinterpret_cast<uintptr_t>(qweight.data) % 16 == 0, op,
-           "qweight: expected an address that is a multiple of 16, got one that is ",
-           reinterpret_cast<uintptr_t>(qweight.data) % 16, " past one");
 
   const Arg out = read_arg(op, "out", out_tensor);
   expect_same_dtype(out, x);
@@ -80,7 +77,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
   expect_dense_last(out);
   expect_writable(out);
   expect_same_device(out, x);
-  expect_no_overlap(out, x);
+  for (const Arg& read : {x, scales, qweight}) expect_no_overlap(out, read);
 
   LowBitGemmProblem p{};
   p.op = op;
@@ -104,6 +101,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_same_shape(zeros, scales);
     expect_contiguous(zeros);
     expect_same_device(zeros, x);
+    expect_no_overlap(out, zeros);
     p.zeros = zeros.data;
   }
   if (perm_tensor.has_value()) {
@@ -112,6 +110,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_shape(perm, {k});
     expect_contiguous(perm);
     expect_same_device(perm, x);
+    expect_no_overlap(out, perm);
     p.perm = static_cast<const int32_t*>(perm.data);
   }
   if (bias_tensor.has_value()) {
@@ -121,6 +120,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
              dtype_name(x.dtype), " as x or float32, got ", dtype_name(bias.dtype));
     expect_contiguous(bias);
     expect_same_device(bias, x);
+    expect_no_overlap(out, bias);
     p.bias = bias.data;
     p.bias_dtype = bias.dtype;
   }

@@ -128,7 +128,9 @@ inline QuantizeProblem check_quantize_symmetric(const char* op, const Tensor& x,
   QuantizeProblem p = check_quantize(op, x, block, out_dtype, out, out_scale);
   p.given = check_given_scale(scale, read_arg(op, "x", x), p.grid);
   if (scale.has_value()) {
-    expect_same_or_no_overlap(read_arg(op, "out_scale", out_scale), read_arg(op, "scale", *scale));
+    const Arg given = read_arg(op, "scale", *scale);
+    expect_same_or_no_overlap(read_arg(op, "out_scale", out_scale), given);
+    expect_no_overlap(read_arg(op, "out", out), given);
   }
   return p;
 }
@@ -157,6 +159,8 @@ inline QuantizeProblem check_quantize_int8_asymmetric(const Tensor& x_tensor, co
       check_block_values<int32_t>(zero_point, read_arg(op, "x", x_tensor), p.grid, ScalarType::Int);
   expect_writable(zero_point);
   expect_no_overlap(zero_point, read_arg(op, "out_scale", out_scale));
+  expect_no_overlap(zero_point, read_arg(op, "out", out));
+  expect_no_overlap(zero_point, read_arg(op, "x", x_tensor));
   return p;
 }
 

@@ -47,7 +47,7 @@ def int4_gemm(
     Args:
         x: [M, K], fp32, bf16 or fp16, K >= 1; any stride between rows, each dense.
         qweight: int32 [ceil(N / 64), ceil(K / 64), 512], the packed codes q,
-            contiguous, at an address that is a multiple of 16.
+            contiguous; on Hopper fastest at an address that is a multiple of 16.
         scales: [ceil(K / group_size), N], fp32, bf16 or fp16 whatever x is, contiguous.
         zeros: like scales; any float values. None: 8 everywhere (symmetric codes).
         group_size: input features that share a scale: a positive multiple of 16, or at least K.
@@ -200,6 +200,7 @@ def _check_gemm(
     shape = _result_shape(bits, x, scales)
     n, k = shape[1], x.shape[1]
     check(op, k >= 1, "x: expected at least 1 column")
+    check(op, n >= 1, "scales: expected at least 1 column")
     grouped = group_size >= 1 and (group_size % _GROUP_UNIT == 0 or group_size >= k)
     check(op, grouped, f"group_size: expected a multiple of {_GROUP_UNIT}, got {group_size}")
     tiles = ((n + _TILE - 1) // _TILE, (k + _TILE - 1) // _TILE, bits * 128)

@@ -84,7 +84,6 @@ class PackedWeight:
             op, qweight=self.qweight, scales=self.scales, zeros=self.zeros, perm=self.perm
         )
         check_tensor(op, "qweight", self.qweight, packed_shape(n, k, self.bits), torch.int32)
-        check(op, self.qweight.is_contiguous(), "qweight: expected a contiguous tensor")
         group_size = checked_group_size(op, self.group_size, k)
         check(
             op,
@@ -100,6 +99,12 @@ class PackedWeight:
             columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
             found = self.perm.sort().values
             check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
+        for name, tensor in (
+            ("qweight", self.qweight), ("scales", self.scales), ("zeros", self.zeros),
+            ("perm", self.perm),
+        ):  # fmt: skip
+            dense = tensor is None or tensor.is_contiguous()
+            check(op, dense, f"{name}: expected a contiguous tensor, as the products read it")
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on another device."""
@@ -232,7 +237,8 @@ def quantize_weight(
     2^bits levels are all used, and a weight of the greatest magnitude lies half a step beyond the
     last level at most, no further than any other weight may lie from its own. (A scale of
     max / (2^(bits - 1) - 1), which other quantizers use, leaves the lowest level unused.)
-    Codes are chosen for the scale as it is stored, rounded to `scale_dtype`; ties go to even. Where
+    Codes are chosen for the scale as it is stored, rounded up to `scale_dtype`: with a smaller one
+    the greatest weights would lie beyond the last level. Ties go to even. Where
     a scale would be 0, because all weights of its group are or are too small for `scale_dtype`, it
     is 1 and the group's weights read as 0.
 
@@ -285,7 +291,7 @@ def quantize_weight(
             scale = torch.maximum(high, -low) / (largest / 2)
         else:
             scale = high / largest - low / largest  # high - low might overflow
-        scale = scale.to(scale_dtype)
+        scale = _rounded_up(scale, scale_dtype)
         if not scale.isfinite().all():
             raise ValueError(
                 f"fastinfer::{op}: scale_dtype: expected one that holds scales for weights up to "
@@ -304,6 +310,15 @@ def quantize_weight(
 
     qweight = pack_rows(quantize_rows, n, k, bits, weight.device)
     return PackedWeight(qweight, scales, zeros, None, bits, group_size, (n, k))
+
+
+def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers >= 0 in `dtype`, none below what it was."""
+    stored = scale.to(dtype)
+    if dtype == torch.float32:
+        return stored
+    # The next number of a 16-bit type is the next integer.
+    return (stored.view(torch.int16) + (stored.float() < scale)).view(dtype)
 
 
 def _check_finite(op: str, rows: Tensor, first: int) -> None:

@@ -50,8 +50,8 @@ def quantize_fp8(
 
     Zeros keep their sign. Elements that are NaN after the division have the code 0x7f (NaN): a NaN
     under a given scale, and every element of a block with a NaN under a scale of its own, which is
-    NaN then. A block with an infinity has the scale infinity: its finite elements have the code 0,
-    and no element of it stands for a finite number (0 * inf is NaN).
+    NaN then. A block with an infinity has the scale infinity: its finite elements have the zero of
+    their sign, and no element of it stands for a finite number (0 * inf is NaN).
 
     Args:
         x: [..., K], fp32, bf16 or fp16; any strides with a dense last dimension.
@@ -128,7 +128,7 @@ def quantize_int8_asymmetric(
 
         high, low   <- max(x, 0), min(x, 0) of each row
         scale       <- high / 255 - low / 255; 1 if that is 0
-        zero_point  <- -128 - round(low / scale)
+        zero_point  <- min(-128 - round(low / scale), 127)
         out         <- round(x / scale) + zero_point, saturated to -128..127
 
     so that x is about (code - zero_point) * scale, and 0 is exactly zero_point. Roundings are

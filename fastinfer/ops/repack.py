@@ -490,4 +490,5 @@ def _pack_stream(values: Tensor, bits: int) -> Tensor:
         if shift + bits > 8:
             data[..., byte + 1] |= values[..., i] >> (8 - shift)
     data = pad(data.flatten(1), (0, 4 * _words(count, bits) - units * bits))
-    return data.contiguous().view(torch.int32)
+    # A copy in any case: of a single row, a slice of a longer one counts as contiguous.
+    return data.clone(memory_format=torch.contiguous_format).view(torch.int32)

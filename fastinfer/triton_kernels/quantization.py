@@ -124,7 +124,7 @@ def quantized(value, scale, largest, FORMAT: tl.constexpr, STATIC: tl.constexpr)
             value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
         code = _encode(value, FORMAT)
     else:
-        value = tl.div_rn(value, tl.zeros_like(value) + scale)
+        value = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
         nan = value != value
         value = tl.where(value > LIMIT, LIMIT, value)
         value = tl.where(value < -LIMIT, -LIMIT, value)
@@ -149,6 +149,6 @@ def quantized_asymmetric(value, scale, largest, zero_point):
     if tl.min(_multiplies(scale, inverse, largest).to(tl.int32)) != 0:
         code = _round(_quotient(value, scale, inverse))
     else:
-        value = tl.div_rn(value, tl.zeros_like(value) + scale)
+        value = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
         code = tl.where(value == value, _round(value), 0)
     return tl.minimum(tl.maximum(code + zero_point, -128), 127).to(tl.int8)

@@ -404,3 +404,27 @@ def test_bad_quantization_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             quantize_weight(*args, **options)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("magnitude", [1.0, 2e-2, 2e-4, 2e-5])
+def test_no_weight_lies_beyond_the_levels(
+    magnitude: float, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """A scale rounded down would leave the greatest weights behind, of 8 bits by many levels."""
+    matrix = torch.randn(16, 128) * magnitude
+    weight = quantize_weight(matrix, 8, 128, symmetric=symmetric, scale_dtype=dtype)
+    steps = (weight.dequantize() - matrix).abs() / weight.scales.float().T
+    assert steps.max() <= (1.0 if symmetric else 0.51) * 1.001
+
+
+@pytest.mark.parametrize("name", ["scales", "zeros"])
+def test_parts_with_strides_are_refused_when_made(name: str) -> None:
+    """R10: not by the first product."""
+    whole = quantize_weight(torch.randn(256, 256), 4, 128)
+    assert whole.zeros is not None
+    parts = {"scales": whole.scales[:, 128:], "zeros": whole.zeros[:, 128:]}
+    dense = {n: x if n == name else x.contiguous() for n, x in parts.items()}
+    with pytest.raises(ValueError, match=f"{name}: expected a contiguous tensor"):
+        PackedWeight(whole.qweight[2:], dense["scales"], dense["zeros"], None, 4, 128, (128, 256))

@@ -623,3 +623,13 @@ def test_bad_compressed_tensors_are_refused() -> None:
         }  # fmt: skip
         with pytest.raises(ValueError, match=message):
             repack_compressed_tensors(**arguments)
+
+
+def test_a_single_row_of_3_bits() -> None:
+    """A stream of one row whose last word is not full: one group, or one output feature."""
+    for n, group_size in [(17, 64), (1, 16)]:
+        weight = quantize_weight(torch.randn(n, 64), 3, group_size)
+        gptq = to_gptq(weight)
+        again = repack_gptq(*gptq, bits=3, group_size=group_size, symmetric=False)
+        torch.testing.assert_close(again.dequantize(), weight.dequantize(), rtol=0, atol=0)
+        assert to_compressed_tensors(weight).weight_packed.shape == (n, 6)

@@ -68,6 +68,7 @@ struct FewRowsTraits {
       float sums[kWarps][kTokens][kRowPitch];  // when all products are done
     };
     float block_sums[kTokens][kRowPitch];
+    bool suspect[kTokens];  // rows of x of which some sum is not finite
   };
 };
 
@@ -94,6 +95,31 @@ __device__ float term_by_term(const LowBitParams& p, int32_t token, int32_t n) {
     sum = fmaf(weight, half_to_float(element_of_x(p, token, k), kFormat), sum);
   }
   return sum;
+}
+
+// Writes again what this block has written of a row and is not finite, unless the row has a NaN.
+template <class Traits>
+__device__ void write_again(const LowBitParams& p, int token, int32_t first_feature, int rank,
+                            int blocks) {
+  using T = typename Traits::T;
+  bool nan = false;
+  for (int32_t k = threadIdx.x; k < p.k; k += Traits::kThreads) {
+    // Of either 16-bit type a number is NaN if its magnitude is above infinity's.
+    constexpr uint16_t kInfinity = Traits::Codes::kBf16 ? 0x7f80 : 0x7c00;
+    nan = nan || (element_of_x(p, token, k) & 0x7fff) > kInfinity;
+  }
+  if (__syncthreads_or(nan)) return;
+  T* out = static_cast<T*>(p.out) + token * p.out_row_stride;
+  for (int feature = threadIdx.x; feature < Traits::kFeatures; feature += Traits::kThreads) {
+    const int32_t n = first_feature + feature;
+    // As write_result divides them.
+    const int i = token * Traits::kFeatures + feature;
+    if (n >= p.n || i / Traits::kThreads % blocks != rank) continue;
+    if (isfinite(static_cast<float>(out[n]))) continue;
+    float sum = term_by_term<T, Traits::kBits>(p, token, n);
+    if (p.bias != nullptr) sum += load_scalar(p.bias, p.bias_format, n);
+    out[n] = static_cast<T>(sum);
+  }
 }
 
 // What one warp does until its sums are complete.
@@ -346,6 +372,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
       if (tile + s * Traits::kWarps < end) w.prefetch_tile(s);
     }
     w.clear_missing_rows();
+    if (threadIdx.x < Traits::kTokens) smem.suspect[threadIdx.x] = false;
     ptx::grid_dependency_wait();  // x may be what the kernel before writes
     ptx::grid_dependency_launch();
 #pragma unroll
@@ -391,11 +418,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
     for (int other = 0; other < Traits::kWarps; ++other) sum += smem.sums[other][token][feature];
     smem.block_sums[token][feature] = sum;
   }
-  const auto again = [&](float sum, int32_t token, int32_t n) {
-    return isfinite(sum) ? sum : term_by_term<T, Traits::kBits>(p, token, n);
-  };
   write_result<T, Traits::kFeatures, Traits::kRowPitch, Traits::kThreads>(
-      p, smem.block_sums, w.first_feature(), 0, p.m, again);
+      p, smem.block_sums, w.first_feature(), 0, p.m, [&](float sum, int token) {
+        if (!isfinite(sum)) smem.suspect[token] = true;
+      });
+  __syncthreads();
+  for (int token = 0; token < p.m; ++token) {
+    if (smem.suspect[token]) write_again<Traits>(p, token, w.first_feature(), rank, blocks);
+  }
 }
 
 }  // namespace fastinfer::cuda

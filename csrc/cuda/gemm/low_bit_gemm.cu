@@ -12,8 +12,8 @@
 namespace fastinfer::cuda {
 namespace {
 
-// Few rows take any x; many rows come by TMA, and their groups by tiles of 64. Vectors of the
-// weight are counted in 32 bits.
+// Weights are copied in vectors of 16 bytes. Few rows take any x; many rows come by TMA, and their
+// groups by tiles of 64. Vectors of the weight are counted in 32 bits.
 bool supports(const LowBitGemmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.dtype == ScalarType::Float) return false;
   const int64_t vectors = (p.n + 63) / 64 * ((p.k + 63) / 64) * p.bits * 32;
@@ -21,7 +21,7 @@ bool supports(const LowBitGemmProblem& p, int32_t device_index) {
                        p.k <= kMostIndices / 2 && p.n <= kMostIndices / 2;
   const bool by_tma =
       p.perm == nullptr && p.group_size % 64 == 0 && suits_tma(p.x, 2, {{p.m, p.x_row_stride}});
-  return counted && (p.m <= kFewRows || by_tma);
+  return counted && aligned_to(16, p.qweight, 1, {}) && (p.m <= kFewRows || by_tma);
 }
 
 ScaleFormat format_of(ScalarType dtype) {

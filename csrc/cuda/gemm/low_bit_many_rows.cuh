@@ -294,8 +294,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   write_result<T, Traits::kFeatures, Traits::kRowPitch, Traits::kThreads>(
       p, smem.sums, tile.first_tile * Traits::kTile, tile.first_token,
-      min(Traits::kTokens, p.m - tile.first_token),
-      [](float sum, int32_t, int32_t) { return sum; });
+      min(Traits::kTokens, p.m - tile.first_token), [](float, int) {});
 }
 
 }  // namespace fastinfer::cuda

@@ -9,12 +9,12 @@
 namespace fastinfer::cuda {
 
 // Called by all threads, when their block's `sums` [tokens][pitch] are written. They are those of
-// output features from first_feature on and of rows of x from first_token on. `again(sum, token,
-// feature)` may put another sum in the place of one.
-template <class T, int kFeatures, int kPitch, int kThreads, class Again>
+// output features from first_feature on and of rows of x from first_token on. `see(sum, token)` is
+// shown each sum that this thread writes.
+template <class T, int kFeatures, int kPitch, int kThreads, class See>
 __device__ inline void write_result(const LowBitParams& p, const float (*sums)[kPitch],
                                     int32_t first_feature, int32_t first_token, int tokens,
-                                    Again again) {
+                                    See see) {
   const uint32_t rank = ptx::cluster_rank(), blocks = ptx::cluster_size();
   if (blocks == 1) {
     __syncthreads();
@@ -32,7 +32,7 @@ __device__ inline void write_result(const LowBitParams& p, const float (*sums)[k
         sum += ptx::cluster_load(&sums[token][feature], block);
       }
     }
-    sum = again(sum, first_token + token, n);
+    see(sum, token);
     if (p.bias != nullptr) sum += load_scalar(p.bias, p.bias_format, n);
     static_cast<T*>(p.out)[(first_token + token) * p.out_row_stride + n] = static_cast<T>(sum);
   }
