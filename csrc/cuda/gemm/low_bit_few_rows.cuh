@@ -12,7 +12,8 @@
 // where sum_k x[k] is a product with ones, so that neither zeros nor the codes' offset cost an
 // instruction an element. Then warps are added through shared memory, and blocks through the
 // cluster's. Which sums are formed in which order depends on N and K alone: a row's bits are the
-// same in any batch.
+// same in any batch. What is not finite in a row without NaN is formed again, term by term: of an
+// infinite x the codes' offset makes NaN, and of a large one infinity.
 #pragma once
 
 #include "../ptx/cp_async.h"
