@@ -109,10 +109,12 @@ void add(vf sum, vf, float, int64_t* total) {
   std::memcpy(total, &all, sizeof(all));
 }
 
-// total[i][:] += a[i] . panel for kRows rows of length n.
+// total[i][:] += a[i] . panel for kRows rows of length n. Inlined, it would share its registers
+// with the constants of decoding.
 template <int kRows, class Total>
-void multiply_rows(const float (*a)[kMmBlock], const float* panel, int64_t n, const float* scale,
-                   const float* row_scale, Total* total) {
+__attribute__((noinline)) void multiply_rows(const float (*a)[kMmBlock], const float* panel,
+                                             int64_t n, const float* scale, const float* row_scale,
+                                             Total* total) {
   constexpr int kPart = kRows <= 2 ? 4 : 2;  // vectors at once, as registers allow
   for (int first = 0; first < kVectors; first += kPart) {
     vf sum[kRows][kPart] = {};
