@@ -48,6 +48,7 @@ CPU_OPS = [
     "csrc/cpu/quantize.cpp",
     "csrc/cpu/rotary.cpp",
     "csrc/cpu/sampling.cpp",
+    "csrc/cpu/scaled_mm.cpp",
 ]
 # Inner loops: compiled once per instruction set and chosen at run time.
 CPU_KERNELS = [
@@ -61,6 +62,7 @@ CPU_KERNELS = [
     "csrc/cpu/quantize_kernels.cpp",
     "csrc/cpu/rotary_kernels.cpp",
     "csrc/cpu/sampling_kernels.cpp",
+    "csrc/cpu/scaled_mm_kernels.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/cuda/attention/attention.cu",

@@ -11,6 +11,7 @@
 #include "checks/attention.h"
 #include "checks/low_bit_gemm.h"
 #include "checks/quantize.h"
+#include "checks/scaled_mm.h"
 #include "torch_utils.h"
 
 namespace fastinfer::functional {
@@ -84,6 +85,55 @@ void register_low_bit_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("int4_gemm.out", TORCH_BOX((&low_bit_gemm_out<4, kOut>)));
   m.impl("int8_gemm", TORCH_BOX((&low_bit_gemm<8, kOut>)));
   m.impl("int8_gemm.out", TORCH_BOX((&low_bit_gemm_out<8, kOut>)));
+}
+
+// A backend's scaled product is one function for both formats, kOut(format, a, ..., out).
+template <auto kOut>
+void fp8_scaled_mm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                       const Tensor& b_scale, const std::optional<Tensor>& bias,
+                       std::optional<ScalarType> out_dtype, const Tensor& out) {
+  kOut(MmFormat::kFp8, a, b, a_scale, b_scale, std::nullopt, bias, out_dtype, out);
+}
+
+template <auto kOut>
+void int8_scaled_mm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                        const Tensor& b_scale, const std::optional<Tensor>& a_zero,
+                        const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
+                        const Tensor& out) {
+  kOut(MmFormat::kInt8, a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+}
+
+inline Tensor new_product(MmFormat format, const Tensor& a, const Tensor& b,
+                          std::optional<ScalarType> out_dtype) {
+  const char* op = scaled_mm_name(format);
+  FI_CHECK(a.dim() == 2, op, "a: expected 2 dimensions [M, K], got ", a.dim());
+  FI_CHECK(b.dim() == 2, op, "b: expected 2 dimensions [N, K], got ", b.dim());
+  return torch::stable::new_empty(a, {a.size(0), b.size(0)}, scaled_mm_dtype(format, out_dtype));
+}
+
+template <auto kOut>
+Tensor fp8_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                     const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype) {
+  Tensor out = new_product(MmFormat::kFp8, a, b, out_dtype);
+  fp8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, bias, out_dtype, out);
+  return out;
+}
+
+template <auto kOut>
+Tensor int8_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                      const Tensor& b_scale, const std::optional<Tensor>& a_zero,
+                      const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype) {
+  Tensor out = new_product(MmFormat::kInt8, a, b, out_dtype);
+  int8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+  return out;
+}
+
+template <auto kOut>
+void register_scaled_mm(torch::stable::detail::StableLibrary& m) {
+  m.impl("fp8_scaled_mm", TORCH_BOX(&fp8_scaled_mm<kOut>));
+  m.impl("fp8_scaled_mm.out", TORCH_BOX(&fp8_scaled_mm_out<kOut>));
+  m.impl("int8_scaled_mm", TORCH_BOX(&int8_scaled_mm<kOut>));
+  m.impl("int8_scaled_mm.out", TORCH_BOX(&int8_scaled_mm_out<kOut>));
 }
 
 template <auto kOut>

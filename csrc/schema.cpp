@@ -25,6 +25,12 @@
 #define FI_LOW_BIT_GEMM                                              \
   "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, " \
   "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None"
+#define FI_FP8_SCALED_MM                                                                   \
+  "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, *, ScalarType? " \
+  "out_dtype=None"
+#define FI_INT8_SCALED_MM                                                                        \
+  "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? a_zero=None, Tensor? bias=None, " \
+  "*, ScalarType? out_dtype=None"
 #define FI_QUANTIZE_OPTIONS "Tensor? scale=None, SymInt[2] block=[1, -1]"
 #define FI_PORTABLE_OPTIONS                                               \
   "float scale, SymInt window_left, SymInt window_right, float softcap, " \
@@ -84,6 +90,12 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("int8_gemm(" FI_LOW_BIT_GEMM ") -> Tensor");
   m.def("int8_gemm.out(" FI_LOW_BIT_GEMM ", Tensor(a!) out) -> ()");
 
+  // Matrix products of 8-bit activations and weights, which are scaled.
+  m.def("fp8_scaled_mm(" FI_FP8_SCALED_MM ") -> Tensor");
+  m.def("fp8_scaled_mm.out(" FI_FP8_SCALED_MM ", Tensor(a!) out) -> ()");
+  m.def("int8_scaled_mm(" FI_INT8_SCALED_MM ") -> Tensor");
+  m.def("int8_scaled_mm.out(" FI_INT8_SCALED_MM ", Tensor(a!) out) -> ()");
+
   // Sampling.
   m.def("sample(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None) -> (Tensor, Tensor)");
   m.def("sample.out(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
@@ -103,6 +115,7 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");
   m.def("_portable_low_bit_gemm(SymInt bits, Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, SymInt group_size, Tensor? perm, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("_portable_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? a_zero, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
   m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);
   m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);

@@ -1,5 +1,6 @@
 """The reference itself, against torch's own ops in float64, brute force and published vectors."""
 
+import itertools
 import math
 
 import pytest
@@ -211,6 +212,32 @@ def test_low_bit_gemm_is_a_product_with_the_dequantized_weight() -> None:
         4, x, reference.pack_codes(codes, 4), scales, zeros, group_size=16, perm=perm, bias=bias
     )
     torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-12, atol=1e-12)
+
+
+def test_scaled_mm_is_a_product_of_what_the_codes_stand_for() -> None:
+    m, n, k = 3, 130, 260
+    a, b = ((torch.randn(rows, k) * 20).to(torch.float8_e4m3fn) for rows in (m, n))
+    scales = {"tensor": (double(1, 1), double(1, 1)), "row": (double(m, 1), double(n, 1)),
+              "block": (double(m, 3), double(2, 3))}  # fmt: skip
+    for kind, (a_scale, b_scale) in scales.items():
+        expected = torch.zeros(m, n, dtype=torch.float64)
+        for i, j, c in itertools.product(range(m), (0, 127, 128, 129), range(k)):
+            sa = {"tensor": (0, 0), "row": (i, 0), "block": (i, c // 128)}[kind]
+            sb = {"tensor": (0, 0), "row": (j, 0), "block": (j // 128, c // 128)}[kind]
+            product = a[i, c].double() * b[j, c].double()
+            expected[i, j] += a_scale[sa] * b_scale[sb] * product
+        out = reference.fp8_scaled_mm(a, b, a_scale, b_scale)
+        some = [0, 127, 128, 129]
+        torch.testing.assert_close(out[:, some], expected[:, some], rtol=1e-12, atol=1e-9)
+
+
+def test_int8_scaled_mm_is_a_product_of_codes_less_zeros() -> None:
+    a, b = (torch.randint(-128, 128, (rows, 40), dtype=torch.int8) for rows in (3, 5))
+    a_scale, b_scale, bias = double(3, 1), double(5, 1), double(5)
+    zero = torch.randint(-128, 128, (3, 1), dtype=torch.int32)
+    out = reference.int8_scaled_mm(a, b, a_scale, b_scale, zero, bias)
+    expected = F.linear(a_scale * (a.double() - zero), b_scale * b.double(), bias)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

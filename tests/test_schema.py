@@ -33,6 +33,8 @@ WITH_OUTPUT = {
     "quantize_fp8": {"out", "out_scale"},
     "quantize_int8": {"out", "out_scale"},
     "quantize_int8_asymmetric": {"out", "out_scale", "out_zero_point"},
+    "fp8_scaled_mm": {"out"},
+    "int8_scaled_mm": {"out"},
     "sample": {"token_ids", "valid"},
 }
 OPS = sorted(IN_PLACE | WITH_OUTPUT)

@@ -10,6 +10,7 @@
 #include "../checks/quantize.h"
 #include "../checks/rotary.h"
 #include "../checks/sampling.h"
+#include "../checks/scaled_mm.h"
 #include "../functional.h"
 #include "attention.h"
 #include "kv_cache.h"
@@ -148,6 +149,17 @@ void quantize_int8_asymmetric_out(const Tensor& x, const Tensor& out, const Tens
   const auto p = check_quantize_int8_asymmetric(x, out, out_scale, out_zero_point);
   if (p.grid.count() == 0) return;
   call_portable("fastinfer::_portable_quantize_int8_asymmetric", x, out, out_scale, out_zero_point);
+}
+
+// ---- scaled products of 8-bit matrices
+
+void scaled_mm_out(MmFormat format, const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                   const Tensor& b_scale, const std::optional<Tensor>& a_zero,
+                   const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
+                   const Tensor& out) {
+  const auto p = check_scaled_mm(format, a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+  if (p.m == 0) return;
+  call_portable("fastinfer::_portable_scaled_mm", a, b, a_scale, b_scale, a_zero, bias, out);
 }
 
 // ---- positions
@@ -304,6 +316,7 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
          TORCH_BOX(&functional::quantize_int8_asymmetric<&quantize_int8_asymmetric_out>));
   m.impl("quantize_int8_asymmetric.out", TORCH_BOX(&quantize_int8_asymmetric_out));
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
+  functional::register_scaled_mm<&scaled_mm_out>(m);
   m.impl("sample", TORCH_BOX(&functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));
 }

@@ -39,6 +39,7 @@ from fastinfer.ops.repack import (
 )
 from fastinfer.ops.rotary import rotary_cos_sin, rotary_embedding_
 from fastinfer.ops.sampling import sample
+from fastinfer.ops.scaled_mm import fp8_scaled_mm, int8_scaled_mm
 from fastinfer.ops.shared_prefix import plan_shared_prefix_attention, shared_prefix_attention
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "backends",
     "flash_attention",
     "flash_attention_varlen",
+    "fp8_scaled_mm",
     "fused_add_layer_norm_",
     "fused_add_rms_norm_",
     "gelu_and_mul",
@@ -55,6 +57,7 @@ __all__ = [
     "int3_gemm",
     "int4_gemm",
     "int8_gemm",
+    "int8_scaled_mm",
     "layer_norm",
     "merge_attention_states",
     "op_families",

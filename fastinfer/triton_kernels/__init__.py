@@ -28,6 +28,7 @@ LAUNCHERS = {
     "append_paged_kv_cache_": "kv_cache",
     "qk_norm_rope_append_": "qk_norm_rope_append",
     "low_bit_gemm": "low_bit_gemm",
+    "scaled_mm": "scaled_mm",
     "sample": "sampling",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",

@@ -20,6 +20,7 @@ class Device:
 
     num_sms: int
     shared_memory: int  # bytes a block can have
+    fp8: bool = True  # has products of e4m3
 
 
 @cache
@@ -29,7 +30,7 @@ def device_of(index: int) -> Device:
         return Device(4, 64 << 10)
     found = torch.cuda.get_device_properties(index)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return Device(found.multi_processor_count, shared)
+    return Device(found.multi_processor_count, shared, (found.major, found.minor) >= (8, 9))
 
 
 # Kernel -> (device, options, what Triton specialises on) -> (compiled kernel, constexprs). Triton's

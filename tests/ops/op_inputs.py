@@ -27,6 +27,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "int3_gemm": ("out",),
     "int4_gemm": ("out",),
     "int8_gemm": ("out",),
+    "fp8_scaled_mm": ("out",),
+    "int8_scaled_mm": ("out",),
     "quantize_fp8": ("out", "out_scale"),
     "quantize_int8": ("out", "out_scale"),
     "quantize_int8_asymmetric": ("out", "out_scale", "out_zero_point"),
@@ -45,6 +47,8 @@ OPS = [*OUTPUTS, *MUTATED]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 24
 # One feature and one input past a packed tile, and past a group: one less shows in every shape.
 GEMM_N, GEMM_K = 65, 65
+# One past a block of scales.
+MM_N, MM_K = 129, 257
 
 
 def _dense(tokens: int, dtype: torch.dtype) -> Arguments:
@@ -284,6 +288,41 @@ def _gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
     return arguments
 
 
+def _scaled_mm(tokens: int, storage: torch.dtype, out: torch.dtype) -> Arguments:
+    """Scales of rows; the same fraction of the codes' range whatever the storage."""
+    a, b = ((torch.randn(rows, MM_K) * 20).to(storage) for rows in (tokens, MM_N))
+    return {
+        "a": a,
+        "b": b,
+        "a_scale": torch.rand(tokens, 1) + 0.5,
+        "b_scale": torch.rand(MM_N, 1) + 0.5,
+        "out_dtype": out,
+    }
+
+
+def _fp8_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
+    arguments = _scaled_mm(tokens, torch.float8_e4m3fn, dtype)
+    return arguments | {"bias": torch.randn(MM_N)}
+
+
+def _fp8_block_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
+    k_blocks = -(-MM_K // 128)
+    return {
+        **_fp8_scaled_mm(tokens, dtype),
+        "a_scale": torch.rand(k_blocks, tokens).T + 0.5,
+        "b_scale": torch.rand(-(-MM_N // 128), k_blocks) + 0.5,
+    }
+
+
+def _int8_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
+    zero = torch.randint(-128, 128, (tokens, 1), dtype=torch.int32)
+    return {**_symmetric_scaled_mm(tokens, dtype), "a_zero": zero, "bias": torch.randn(MM_N)}
+
+
+def _symmetric_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
+    return _scaled_mm(tokens, torch.int8, dtype)
+
+
 def _greedy(tokens: int, dtype: torch.dtype) -> Arguments:
     return {"logits": torch.randn(tokens, 50).to(dtype)}
 
@@ -327,6 +366,8 @@ _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "int3_gemm": {"plain": _gemm(3)},
     "int4_gemm": {"plain": _gemm(4), "symmetric": _symmetric_gemm(4)},
     "int8_gemm": {"plain": _gemm(8)},
+    "fp8_scaled_mm": {"plain": _fp8_scaled_mm, "blocks": _fp8_block_scaled_mm},
+    "int8_scaled_mm": {"plain": _int8_scaled_mm, "symmetric": _symmetric_scaled_mm},
     "sample": {"plain": _sample, "greedy": _greedy},
 }
 

@@ -13,8 +13,11 @@ from tests.ops.op_inputs import MUTATED, OPS, OUTPUTS, Arguments, everything, ma
 # Arguments that hold lengths, indices and masks.
 INTEGERS = {
     "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
-    "positions", "top_k", "seeds", "qweight", "perm",
+    "positions", "top_k", "seeds", "qweight", "perm", "a_zero",
 }  # fmt: skip
+
+# The same, where the name holds floats elsewhere.
+INTEGER_OPERANDS = {("int8_scaled_mm", "a"), ("int8_scaled_mm", "b")}
 
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.
 ANY_RANK = {
@@ -35,6 +38,11 @@ ANY_STRIDES = {
     ("quantize_int8", "out_scale"),
     ("quantize_int8_asymmetric", "out_scale"),
     ("quantize_int8_asymmetric", "out_zero_point"),
+    ("fp8_scaled_mm", "a_scale"),
+    ("fp8_scaled_mm", "b_scale"),
+    ("int8_scaled_mm", "a_scale"),
+    ("int8_scaled_mm", "b_scale"),
+    ("int8_scaled_mm", "a_zero"),
 }
 
 # Dimensions whose size something else fixes: (op, argument, dimension).
@@ -80,6 +88,13 @@ SIZES = [
                            ("bias", 1))
         for dim in (range(dims) if name != "x" else [1])
     ],
+    *[
+        (op, name, dim)
+        for op in ("fp8_scaled_mm", "int8_scaled_mm")
+        for name, dims in (("a", 2), ("b", 2), ("a_scale", 2), ("b_scale", 2), ("bias", 1))
+        for dim in range(dims)
+    ],
+    ("int8_scaled_mm", "a_zero", 0), ("int8_scaled_mm", "a_zero", 1),
     ("quantize_fp8", "x", 0), ("quantize_fp8", "scale", 0), ("quantize_fp8", "scale", 1),
     ("quantize_int8", "x", 0), ("quantize_int8", "scale", 0), ("quantize_int8", "scale", 1),
     ("sample", "temperature", 0), ("sample", "top_k", 0), ("sample", "top_p", 0),
@@ -198,7 +213,8 @@ def test_last_dimension_not_dense(backend: Backend, op: str, name: str) -> None:
     if (op, name) in ANY_STRIDES:
         dense = contiguous(arguments)
         results = [getattr(backend.ops, op)(**given) for given in (arguments, dense)]
-        for ours, wanted in zip(results[0] or [], results[1] or [], strict=True):
+        ours_of, wanted_of = ((r,) if isinstance(r, Tensor) else r or () for r in results)
+        for ours, wanted in zip(ours_of, wanted_of, strict=True):
             assert torch.equal(bits(ours), bits(wanted))
         for changed in MUTATED.get(op, ()):
             assert torch.equal(arguments[changed], dense[changed])
@@ -247,7 +263,10 @@ def test_expanded_tensor_that_would_be_written(backend: Backend, op: str, name: 
     assert_refused(backend, op, arguments, [name])
 
 
-@pytest.mark.parametrize(("op", "name"), [t for t in TENSORS if t[1] not in INTEGERS])
+DIFFERENTIABLE = [t for t in TENSORS if t[1] not in INTEGERS and t not in INTEGER_OPERANDS]
+
+
+@pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE)
 def test_tensor_that_requires_grad(backend: Backend, op: str, name: str) -> None:
     """No op has a derivative: refused while grad mode is on, taken while it is off."""
     arguments = everything(op, backend.device)

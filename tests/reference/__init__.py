@@ -55,6 +55,11 @@ from tests.reference.sampling import (
     random_words,
     sample,
 )
+from tests.reference.scaled_mm import (
+    fp8_scaled_mm,
+    int8_scaled_mm,
+    int8_sums,
+)
 
 __all__ = [
     "Sampled",
@@ -64,10 +69,13 @@ __all__ = [
     "dequantized",
     "flash_attention",
     "flash_attention_varlen",
+    "fp8_scaled_mm",
     "fused_add_layer_norm_",
     "fused_add_rms_norm_",
     "gelu_and_mul",
     "gumbel_noise",
+    "int8_scaled_mm",
+    "int8_sums",
     "kept_tokens",
     "layer_norm",
     "low_bit_gemm",

@@ -1,0 +1,251 @@
+"""Matrix products of 8-bit activations with 8-bit weights, scaled: what fastinfer/ops/quantize.py
+makes goes in here.
+
+b is a weight [N, K] as nn.Linear holds it: N output features, K input features, dense along K.
+Scales are float32 and multiply. They are read through any strides, so that transposed views (the
+scales of (1, 128) blocks along M, as DeepGEMM reads them) are taken as they are.
+
+Products are exact and summed in fp32 or as integers, scaled in fp32, and the result is rounded
+once. Errors are ValueError and name the op, the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
+from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
+
+_fp8_scaled_mm_out = torch.ops.fastinfer.fp8_scaled_mm.out
+_int8_scaled_mm_out = torch.ops.fastinfer.int8_scaled_mm.out
+
+_BLOCK = 128
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_Size = int | torch.SymInt
+
+
+def fp8_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear layer of float8_e4m3fn activations and weights.
+
+        out[m, n] = a_scale b_scale sum_k a[m, k] b[n, k] + bias[n]
+
+    Where a scale varies along K, each block's sum over its 128 inputs is scaled in fp32. The two
+    scales may be of different kinds.
+
+    Args:
+        a: [M, K], float8_e4m3fn, K >= 1; any stride between rows, each dense.
+        b: [N, K], likewise, N >= 1.
+        a_scale: float32, any strides: [1, 1] for all of a, [M, 1] per row, or [M, ceil(K / 128)]
+            per row and 128 inputs. The last block may be partial.
+        b_scale: float32, any strides: [1, 1] for all of b, [N, 1] per feature, or
+            [ceil(N / 128), ceil(K / 128)] per 128 features and 128 inputs, likewise.
+        bias: [N], the result's dtype or fp32, contiguous, or None.
+        out_dtype: of the result: fp32, bf16 or fp16. None: that of `out`, or bf16.
+        out: [M, N], dense in its rows; receives the result.
+
+    Returns:
+        [M, N] (`out` if given).
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+
+    A NaN of a stays in its row. On CPU a row's bits do not depend on the other rows; on a GPU sums
+    may be ordered otherwise for another number of rows or another alignment. There, rows of a and
+    b that begin and end at multiples of 16 bytes are read faster.
+
+    Micikevicius et al., "FP8 Formats for Deep Learning", 2022; blocks: DeepSeek-AI, "DeepSeek-V3
+    Technical Report", 2024.
+    """
+    refuse_grad("fp8_scaled_mm", a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias, out=out)
+    if out is None:
+        out = _new_result("fp8_scaled_mm", a, b, out_dtype)
+    _fp8_scaled_mm_out(a, b, a_scale, b_scale, bias, out_dtype=out_dtype, out=out)
+    return out
+
+
+def int8_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear layer of int8 activations and weights.
+
+        out[m, n] = a_scale b_scale sum_k (a[m, k] - a_zero[m]) b[n, k] + bias[n]
+
+    Sums are exact for any K, and so are the sums of b that `a_zero` takes: the result has three
+    roundings in fp32 (of the sum, and of either scale's product), the bias's, and the last.
+
+    Args:
+        a: [M, K], int8, K >= 1; any stride between rows, each dense.
+        b: [N, K], likewise, N >= 1; symmetric codes.
+        a_scale: float32, any strides: [1, 1] for all of a, or [M, 1] per row.
+        b_scale: float32, any strides: [1, 1] for all of b, or [N, 1] per feature.
+        a_zero: int32 [M, 1], any strides: what stands for 0 in a row of asymmetric codes (the zero
+            points of `quantize_int8_asymmetric`), or None.
+        bias: [N], the result's dtype or fp32, contiguous, or None.
+        out_dtype: of the result: fp32, bf16 or fp16. None: that of `out`, or bf16.
+        out: [M, N], dense in its rows; receives the result.
+
+    Returns:
+        [M, N] (`out` if given).
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    refuse_grad("int8_scaled_mm", a_scale=a_scale, b_scale=b_scale, bias=bias, out=out)
+    if out is None:
+        out = _new_result("int8_scaled_mm", a, b, out_dtype)
+    _int8_scaled_mm_out(a, b, a_scale, b_scale, a_zero, bias, out_dtype=out_dtype, out=out)
+    return out
+
+
+def _new_result(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    dtype = _result_dtype(op, out_dtype)
+    return torch.empty(_result_shape(op, a, b), dtype=dtype, device=a.device)
+
+
+def _result_dtype(op: str, out_dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"fastinfer::{op}: out_dtype: expected float32 or bfloat16 or float16, got {dtype}"
+        )
+    return dtype
+
+
+def _result_shape(op: str, a: Tensor, b: Tensor) -> tuple[_Size, _Size]:
+    """[M, N]; refuses what has none."""
+    for name, tensor, layout in (("a", a, "[M, K]"), ("b", b, "[N, K]")):
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"fastinfer::{op}: {name}: expected 2 dimensions {layout}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    return a.shape[0], b.shape[0]
+
+
+def _check_scale(
+    op: str, name: str, scale: Tensor, shapes: tuple[tuple[_Size, _Size], ...]
+) -> None:
+    """One of the shapes."""
+    check(op, scale.dtype == torch.float32, f"{name}: expected torch.float32, got {scale.dtype}")
+    fits = scale.dim() == 2 and any(
+        scale.shape[0] == rows and scale.shape[1] == columns for rows, columns in shapes
+    )
+    check(op, fits, f"{name}: expected a shape of {shapes}, got {tuple(scale.shape)}")
+
+
+def _check_scaled_mm(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> tuple[tuple[_Size, _Size], torch.dtype]:
+    """The result's shape and dtype."""
+    check_devices(op, a=a, b=b, a_scale=a_scale, b_scale=b_scale, a_zero=a_zero, bias=bias, out=out)
+    fp8 = op == "fp8_scaled_mm"
+    shape = m, n = _result_shape(op, a, b)
+    k = a.shape[1]
+    check(op, k >= 1, "a: expected at least 1 column")
+    check(op, n >= 1, "b: expected at least 1 row")
+    stored = torch.float8_e4m3fn if fp8 else torch.int8
+    check_out(op, "a", a, (m, k), stored)
+    check_out(op, "b", b, (n, k), stored)
+    k_blocks = (k + _BLOCK - 1) // _BLOCK
+    a_shapes: tuple[tuple[_Size, _Size], ...] = ((m, 1), (1, 1))
+    b_shapes: tuple[tuple[_Size, _Size], ...] = ((n, 1), (1, 1))
+    if fp8:
+        a_shapes += ((m, k_blocks),)
+        b_shapes += (((n + _BLOCK - 1) // _BLOCK, k_blocks),)
+    _check_scale(op, "a_scale", a_scale, a_shapes)
+    _check_scale(op, "b_scale", b_scale, b_shapes)
+    dtype = _result_dtype(op, out.dtype if out_dtype is None and out is not None else out_dtype)
+    if a_zero is not None:
+        check_out(op, "a_zero", a_zero, (m, 1), torch.int32)
+    if bias is not None:
+        check_out(op, "bias", bias, (n,), torch.float32 if bias.dtype != dtype else dtype)
+    if out is not None:
+        check_out(op, "out", out, shape, dtype)
+    return shape, dtype
+
+
+@torch.library.register_fake("fastinfer::fp8_scaled_mm")
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    op = "fp8_scaled_mm"
+    shape, dtype = _check_scaled_mm(op, a, b, a_scale, b_scale, None, bias, out_dtype, None)
+    return a.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("fastinfer::fp8_scaled_mm.out")
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor,
+) -> None:
+    _check_scaled_mm("fp8_scaled_mm", a, b, a_scale, b_scale, None, bias, out_dtype, out)
+
+
+@torch.library.register_fake("fastinfer::int8_scaled_mm")
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    op = "int8_scaled_mm"
+    shape, dtype = _check_scaled_mm(op, a, b, a_scale, b_scale, a_zero, bias, out_dtype, None)
+    return a.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("fastinfer::int8_scaled_mm.out")
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor,
+) -> None:
+    _check_scaled_mm("int8_scaled_mm", a, b, a_scale, b_scale, a_zero, bias, out_dtype, out)
