@@ -137,11 +137,11 @@ class LowBitLinear(nn.Module):
             symmetric=symmetric,
             scale_dtype=scale_dtype,
         )
-        return cls.from_packed(weight, None if linear.bias is None else linear.bias.detach())
+        return cls.from_packed(weight, None if linear.bias is None else linear.bias.clone())
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> LowBitLinear:
-        """A layer around a packed weight, which it shares.
+        """A layer around a packed weight, whose tensors it shares.
 
         Args:
             weight: whatever made it: `fastinfer.ops.quantize_weight`, or the repacking of a
@@ -171,7 +171,7 @@ class LowBitLinear(nn.Module):
             )
             device = weight.qweight.device
             check(op, bias.device == device, f"bias: expected on {device}, got {bias.device}")
-            bias = bias.float().contiguous()
+            bias = bias.detach().float().contiguous()
         self.register_buffer("qweight", _aligned(weight.qweight))
         # Contiguous already, unless they came as a transposed view, which PackedWeight allows.
         self.register_buffer("scales", weight.scales.contiguous())

@@ -356,7 +356,9 @@ def test_no_silent_detach() -> None:
         module(x)
     with torch.no_grad():
         check(module, x)
+    module = LowBitLinear.from_packed(module.packed_weight(), nn.Parameter(torch.randn(100)))
     assert not any(b.requires_grad for b in module.buffers()) and not [*module.parameters()]
+    check(module, x.detach())
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
