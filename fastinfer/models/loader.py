@@ -74,7 +74,8 @@ def load(
         quantization: "int2", "int3", "int4" or "int8" rounds the weights of layers' projections to
             so many bits, in groups of 128 with zero points; activations, embeddings and the output
             projection stay as they are. Each layer is rounded as soon as it is read, so no more
-            memory is needed than for the result and one layer. None: no quantization.
+            memory is needed than for the result and one layer (beside those that begin in one file
+            and end in the next). None: no quantization.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is missing.
