@@ -1,6 +1,7 @@
 """fastinfer: kernels for LLM inference on PyTorch, with a thin engine on top.
 
 import fastinfer.ops                      # torch.ops.fastinfer.* and typed wrappers
+import fastinfer.nn                       # drop-in modules built on them
 from fastinfer import LLM, SamplingParams # the engine; needs the extra `fastinfer[engine]`
 """
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from fastinfer.engine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "ops"]
+__all__ = ["LLM", "SamplingParams", "__version__", "nn", "ops"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,8 +27,8 @@ def __getattr__(name: str) -> Any:
         from fastinfer.engine.sampling_params import SamplingParams
 
         return SamplingParams
-    if name == "ops":
+    if name in ("nn", "ops"):
         import importlib
 
-        return importlib.import_module("fastinfer.ops")
+        return importlib.import_module(f"fastinfer.{name}")
     raise AttributeError(f"module 'fastinfer' has no attribute {name!r}")

@@ -248,6 +248,7 @@ _ENGINE_OPTIONS: dict[str, _Option] = {
     "enable_prefix_caching": {"action": argparse.BooleanOptionalAction, "help": "default: yes"},
     "enforce_eager": {"action": "store_true", "help": "no CUDA graphs"},
     "load_format": {"help": "auto, or dummy for random weights"},
+    "quantization": {"help": "int2, int3, int4 or int8: round the layers' weights at load"},
 }
 
 _SAMPLING_OPTIONS: dict[str, _Option] = {

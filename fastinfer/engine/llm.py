@@ -51,8 +51,8 @@ class LLM:
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         batching: "continuous", or "static" as a baseline for measurements: see `StaticScheduler`.
         enforce_eager: record no CUDA graphs; no effect on the CPU.
-        load_format: "auto", "safetensors" or "gguf", or "dummy" for random weights from the
-            configuration alone.
+        load_format: "auto", "safetensors", "gguf", or "dummy": random weights, by the config alone.
+        quantization: "int2", "int3", "int4" or "int8": rounds the layers' weights; see `load`.
         seed: of the generator that gives requests without a seed theirs.
 
     Raises:
@@ -78,6 +78,7 @@ class LLM:
         batching: str = "continuous",
         enforce_eager: bool = False,
         load_format: str = "auto",
+        quantization: str | None = None,
         seed: int = 0,
         **unknown: Any,
     ) -> None:
@@ -113,6 +114,7 @@ class LLM:
             device=self.device,
             max_model_len=max_model_len,
             load_format=load_format,
+            quantization=quantization,
         )
         self.config = loaded.config
         self.max_model_len = loaded.max_model_len

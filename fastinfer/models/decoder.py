@@ -36,17 +36,27 @@ class Decoder(nn.Module):
         device: where it runs.
         max_model_len: positions that occur, 0 .. max_model_len - 1; sizes the rotary tables (and
             sets the frequencies of "dynamic" rope scaling).
+        weight_bits: 2, 3, 4 or 8: layers' projections are quantized to so many bits when they are
+            packed; embeddings, norms and the output projection are not. None: not quantized.
 
-    The weights are unset until `weight_slots` are filled. On the CPU in fp32, after
-    `pack_weights`, each token's result is the same bit for bit whatever else is in the batch and
-    however its prompt was cut into chunks.
+    The weights are unset until `weight_slots` are filled; those of a quantized layer have memory
+    between its `allocate` and its `pack` only. On the CPU in fp32, after `pack_weights`, each
+    token's result is the same bit for bit whatever else is in the batch and however its prompt was
+    cut into chunks.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        weight_bits: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.weight_bits = weight_bits
         self.embed_tokens = empty((config.vocab_size, config.hidden_size), dtype, device)
         self.embed_positions: nn.Parameter | None = None
         if config.positions == "learned":
@@ -57,7 +67,8 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(scale).to(dtype).item()
         self._kinds, self._kind_of_layer = _attention_kinds(config, max_model_len)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, dtype=dtype, device=device, weight_bits=weight_bits)
+            for _ in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)
         self.lm_head = Linear(
@@ -117,14 +128,24 @@ class Decoder(nn.Module):
         slots = {names.embed_tokens + ".weight": self.embed_tokens.data}
         if self.embed_positions is not None:
             slots[names.embed_positions + ".weight"] = self.embed_positions.data
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            for name, slot in layer.weight_slots(names).items():
-                slots[f"{names.layers}.{i}.{name}"] = slot
+        for i in range(len(self.layers)):
+            slots |= self.layer_slots(i)
         slots |= module_slots(self.norm, names.norm)
         if not self.config.tie_word_embeddings:
             slots[HEAD] = self.lm_head.plain_weight()
         return slots
+
+    def layer(self, i: int) -> DecoderLayer:
+        """A layer by its number."""
+        layer = self.layers[i]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def layer_slots(self, i: int) -> dict[str, Tensor]:
+        """Those of `weight_slots` that are a layer's."""
+        names = architecture(self.config.architecture).names
+        slots = self.layer(i).weight_slots(names)
+        return {f"{names.layers}.{i}.{name}": slot for name, slot in slots.items()}
 
     def pack_weights(self) -> None:
         """Brings the filled projections into their fastest layout, one by one."""

@@ -133,7 +133,8 @@ def _weight_files(path: Path) -> dict[Path, list[str] | None]:
         names = files.setdefault(path / shard, [])
         assert names is not None
         names.append(name)
-    return files
+    # Neighbours first, so that a layer spread over two files is soon complete: see `fill`.
+    return dict(sorted(files.items()))
 
 
 def _copy(file: Any, name: str, out: Tensor) -> None:

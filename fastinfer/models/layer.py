@@ -35,16 +35,26 @@ class AttentionStep:
 
 
 class DecoderLayer(nn.Module):
-    """One layer; ``config`` says which norms, biases and activation it has."""
+    """One layer; ``config`` says which norms, biases and activation it has.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    With ``weight_bits`` its projections are quantized to so many bits, as `Linear` says.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_bits: int | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         hidden, width = config.hidden_size, config.intermediate_size
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
         def linear(n_in: int, n_out: int, bias: bool) -> Linear:
-            return Linear(n_in, n_out, bias=bias, dtype=dtype, device=device)
+            return Linear(n_in, n_out, bias=bias, dtype=dtype, device=device, bits=weight_bits)
 
         def norm(size: int, wanted: bool = True) -> Norm | None:
             return make_norm(config, size, dtype, device) if wanted else None
@@ -128,6 +138,19 @@ class DecoderLayer(nn.Module):
         )
         out: Tensor = self.attention_out(attended.flatten(1))
         return out
+
+    def allocate(self) -> None:
+        """Gives weights that will be quantized the memory to be filled."""
+        for linear in self._projections():
+            linear.allocate()
+
+    def pack(self) -> None:
+        """Brings the filled projections into the layout that they are used in."""
+        for linear in self._projections():
+            linear.pack()
+
+    def _projections(self) -> tuple[Linear, ...]:
+        return self.qkv, self.attention_out, self.up, self.down
 
     def weight_slots(self, names: WeightNames) -> dict[str, Tensor]:
         """As `Decoder.weight_slots`, for this layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ from fastinfer.models.config import DTYPES, ModelConfig
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config
+from fastinfer.models.linear import Linear
 from fastinfer.models.norm import Norm
 from fastinfer.models.source import resolve
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+QUANTIZATIONS = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+"""What `load` can do to weights, and how many bits are left of each."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def load(
     device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     load_format: str = "auto",
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -66,6 +71,11 @@ def load(
         max_model_len: tokens a sequence may have; None: what the model was made for. Rope scaling
             may allow more, and "dynamic" scaling sets its frequencies by it.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+        quantization: "int2", "int3", "int4" or "int8" rounds the weights of layers' projections to
+            so many bits, in groups of 128 with zero points; activations, embeddings and the output
+            projection stay as they are. Each layer is rounded as soon as it is read, so no more
+            memory is needed than for the result and one layer (beside those that begin in one file
+            and end in the next). None: no quantization.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is missing.
@@ -75,6 +85,7 @@ def load(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load: load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
+    weight_bits = _weight_bits(quantization)
     if isinstance(model, ModelConfig) and load_format != "dummy":
         raise ValueError("load: a ModelConfig has no weights; load_format='dummy' expected")
     device = torch.device(device)
@@ -90,7 +101,9 @@ def load(
         config = checkpoint.config
     dtype = _dtype(dtype, device, config)
     max_model_len = _max_model_len(max_model_len, config)
-    decoder = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    decoder = Decoder(
+        config, dtype=dtype, device=device, max_model_len=max_model_len, weight_bits=weight_bits
+    )
     if load_format == "dummy" or checkpoint is None:
         fill_dummy(decoder)
     else:
@@ -102,12 +115,18 @@ def load(
 def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     """Copies a checkpoint's weights to their places in a decoder's merged parameters.
 
+    A layer that is to be quantized gets memory for its weights with the first of them, and is
+    packed with the last. (Checkpoints hold layers one after the other, or nearly.)
+
     Raises:
         ValueError: as `load`; all names, shapes and types are checked before anything is copied.
     """
     slots = decoder.weight_slots()
     embedding = decoder.embed_tokens.data
     _check(checkpoint, slots, embedding)
+    layers = range(len(decoder.layers) if decoder.weight_bits is not None else 0)
+    layer_of = {name: i for i in layers for name in decoder.layer_slots(i)}
+    missing = Counter(layer_of.values())
     progress = tqdm(
         checkpoint.tensors(),
         total=len(slots),
@@ -121,6 +140,13 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         if _is_tied_head(tensor, slots):
             tied_head = torch.empty_like(embedding)
             tensor.copy_to(tied_head)
+        elif tensor.slot in layer_of:
+            i = layer_of[tensor.slot]
+            decoder.layer(i).allocate()
+            tensor.copy_to(decoder.layer_slots(i)[tensor.slot])
+            missing[i] -= 1
+            if not missing[i]:
+                _pack(decoder, i, checkpoint.path)
         elif tensor.slot is not None and tensor.slot in slots:
             tensor.copy_to(slots[tensor.slot])
     # A tied checkpoint may hold the matrix twice; if the copies differ, its config is wrong.
@@ -132,13 +158,21 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def fill_dummy(decoder: Decoder) -> None:
-    """Random weights, the same at every call: N(0, 0.02), and norms that only normalise."""
+    """Random weights, the same at every call: N(0, 0.02), and norms that only normalise.
+
+    Those that are to be quantized are so at once, one projection after the other.
+    """
     generator = torch.Generator(decoder.embed_tokens.device).manual_seed(0)
-    for parameter in decoder.parameters():  # drawn where they live
-        parameter.data.normal_(0.0, 0.02, generator=generator)
     for module in decoder.modules():
+        if isinstance(module, Linear):
+            module.allocate()
+        for parameter in module.parameters(recurse=False):  # drawn where they live
+            if module is not decoder.lm_head or parameter is not decoder.embed_tokens:
+                parameter.data.normal_(0.0, 0.02, generator=generator)
         if isinstance(module, Norm):
             module.fill_neutral()
+        if isinstance(module, Linear) and module.bits is not None:
+            module.pack()
 
 
 def _open(path: Path, load_format: str) -> Checkpoint:
@@ -177,8 +211,26 @@ def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) 
         )
 
 
+def _pack(decoder: Decoder, i: int, path: Path) -> None:
+    try:
+        decoder.layer(i).pack()
+    except ValueError as error:
+        raise ValueError(f"{path}: layer {i}: {error}") from error
+
+
 def _is_tied_head(tensor: CheckpointTensor, slots: dict[str, Tensor]) -> bool:
     return tensor.slot == HEAD and HEAD not in slots
+
+
+def _weight_bits(quantization: str | None) -> int | None:
+    if quantization is None:
+        return None
+    if not isinstance(quantization, str) or quantization not in QUANTIZATIONS:
+        accepted = ", ".join(map(repr, QUANTIZATIONS))
+        raise ValueError(
+            f"load: quantization must be None or one of {accepted}, got {quantization!r}"
+        )
+    return QUANTIZATIONS[quantization]
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:

@@ -21,6 +21,7 @@ from fastinfer.ops.norm import (
 )
 from fastinfer.ops.packed_weights import (
     PackedWeight,
+    concatenate_packed,
     pack_codes,
     packed_shape,
     quantize_weight,
@@ -47,6 +48,7 @@ __all__ = [
     "append_paged_kv_cache_",
     "attention_plan_size",
     "backends",
+    "concatenate_packed",
     "flash_attention",
     "flash_attention_varlen",
     "fp8_scaled_mm",

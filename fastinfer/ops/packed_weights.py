@@ -31,7 +31,7 @@ the weight and the result, memory is needed for one block alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +96,8 @@ class PackedWeight:
             check_tensor(op, "zeros", self.zeros, groups, self.scales.dtype)
         if self.perm is not None:
             check_tensor(op, "perm", self.perm, (k,), torch.int32)
+            if self.perm.is_meta:
+                return  # it has no entries that could be wrong
             columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
             found = self.perm.sort().values
             check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
@@ -319,6 +321,75 @@ def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
         return stored
     # The next number of a 16-bit type is the next integer.
     return (stored.view(torch.int16) + (stored.float() < scale)).view(dtype)
+
+
+def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights of the same input features as one, whose output features follow one another.
+
+        y = [x W_0^T | x W_1^T | ...]
+
+    Nothing is rounded: codes, scales and zero points stay what they are. Where a weight without
+    zeros meets one that has them it gets 2^(bits - 1), and scales of several dtypes become the
+    narrowest that holds all of them.
+
+    Args:
+        weights: at least one, of equal bits, group_size, K and perm.
+
+    Raises:
+        ValueError: they differ in one of these, or there are none.
+    """
+    op = "concatenate_packed"
+    check(op, len(weights) > 0, "weights: expected at least one, got none")
+    first = weights[0]
+    (_, k), bits = first.shape, first.bits
+    for i, weight in enumerate(weights):
+        for name, expected, got in (
+            ("columns", k, weight.shape[1]),
+            ("bits", bits, weight.bits),
+            ("group_size", first.group_size, weight.group_size),
+        ):
+            check(op, got == expected, f"weights[{i}]: expected {name} {expected}, got {got}")
+        check(
+            op,
+            _same_order(weight.perm, first.perm),
+            f"weights[{i}]: expected the perm of weights[0], since a product reads its columns in "
+            "one order, got another one",
+        )
+    zeros = None
+    if any(weight.zeros is not None for weight in weights):
+        zeros = torch.cat(
+            [torch.full_like(w.scales, 2 ** (bits - 1)) if w.zeros is None else w.zeros
+             for w in weights], 1,
+        )  # fmt: skip
+    n = sum(weight.shape[0] for weight in weights)
+    if all(weight.shape[0] % _TILE == 0 for weight in weights[:-1]):
+        qweight = torch.cat([weight.qweight for weight in weights])
+    else:
+        qweight = pack_rows(
+            lambda begin, end: _rows_of(weights, begin, end), n, k, bits, first.qweight.device
+        )
+    scales = torch.cat([weight.scales for weight in weights], 1)
+    return PackedWeight(qweight, scales, zeros, first.perm, bits, first.group_size, (n, k))
+
+
+def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:
+    if perm is None or other is None:
+        return perm is other
+    return torch.equal(perm, other)
+
+
+def _rows_of(weights: Sequence[PackedWeight], begin: int, end: int) -> Tensor:
+    """uint8 [end - begin, K]: codes of the concatenated rows, in packed order of columns."""
+    rows = []
+    for weight in weights:
+        n, k = weight.shape
+        first, last = max(begin, 0), min(end, n)
+        if first < last:
+            tile = first // _TILE
+            tiles = weight.qweight[tile : -(-last // _TILE)]
+            rows.append(_unpack(tiles, weight.bits, last - tile * _TILE, k)[first - tile * _TILE :])
+        begin, end = begin - n, end - n
+    return torch.cat(rows)
 
 
 def _check_finite(op: str, rows: Tensor, first: int) -> None:

@@ -72,6 +72,8 @@ def test_every_option_arrives(capsys, model, monkeypatch):
         "--enforce-eager",
         "--load-format",
         "dummy",
+        "--quantization",
+        "int4",
         "--n",
         "2",
         "--temperature",
@@ -124,6 +126,7 @@ def test_every_option_arrives(capsys, model, monkeypatch):
         "enable_prefix_caching": False,
         "enforce_eager": True,
         "load_format": "dummy",
+        "quantization": "int4",
     }
     assert seen["params"] == SamplingParams(
         n=2,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastinfer.models.linear import Linear, _can_pack
+from fastinfer.models.linear import Linear, _can_pack, _OneDnnWeight
 from tests.helpers import assert_accurate
 
 CPU = torch.device("cpu")
@@ -57,8 +57,8 @@ def test_packing_gives_up_the_plain_weight_and_keeps_its_bits() -> None:
     linear.pack()
     linear.pack()  # once more changes nothing
     assert linear.weight is None
-    assert linear._packed is not None
-    assert torch.equal(linear._packed.to_dense(), before)
+    assert isinstance(linear._packed, _OneDnnWeight)
+    assert torch.equal(linear._packed.weight.to_dense(), before)
 
 
 def test_half_precision_is_not_packed() -> None:
