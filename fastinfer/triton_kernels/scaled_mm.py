@@ -67,9 +67,11 @@ def scaled_mm_config(
 
     `aligned`: rows of a and b begin and end at multiples of 16 bytes.
     """
-    table = _DECODED if fp8 and not device.fp8 else _TABLE
+    table: tuple[ScaledMmConfig, ...] = _TABLE
     if not aligned:
         table = _BYTEWISE
+    elif fp8 and not device.fp8:
+        table = _DECODED
     for config in table[:-1]:
         programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
         if (
@@ -77,7 +79,7 @@ def scaled_mm_config(
             and m > config.block_m // 2
             and (programs >= device.num_sms or m <= config.block_m)
             # Sums of 64 bits take twice the registers.
-            and (k <= MAX_INT32_K or config.block_m * config.block_n <= 64 * 32)
+            and (fp8 or k <= MAX_INT32_K or config.block_m * config.block_n <= 64 * 32)
         ):
             return config
     return table[-1]

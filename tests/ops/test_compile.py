@@ -64,7 +64,9 @@ def test_recompiling_would_be_noticed() -> None:
             double(torch.ones(3))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "paged_attention", "quantize_fp8", "sample"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "paged_attention", "quantize_fp8", "fp8_scaled_mm", "sample"]
+)
 def test_out_arguments(backend: Backend, op: str) -> None:
     """`out` is written, not replaced, when the wrapper is compiled."""
     wrapper = getattr(backend.ops, op)
@@ -74,6 +76,7 @@ def test_out_arguments(backend: Backend, op: str) -> None:
         "rms_norm": ["out"],
         "paged_attention": ["out", "lse"],
         "quantize_fp8": ["out", "out_scale"],
+        "fp8_scaled_mm": ["out"],
         "sample": ["token_ids", "valid"],
     }
     receivers = [torch.zeros_like(x) for x in eager]
@@ -90,7 +93,7 @@ def test_out_arguments(backend: Backend, op: str) -> None:
     "op",
     [
         "rms_norm", "fused_add_rms_norm_", "rotary_embedding_", "qk_norm_rope_append_",
-        "silu_and_mul", "paged_attention", "quantize_fp8",
+        "silu_and_mul", "paged_attention", "quantize_fp8", "fp8_scaled_mm", "int8_scaled_mm",
     ],
 )  # fmt: skip
 def test_inductor(backend: Backend, op: str) -> None:
