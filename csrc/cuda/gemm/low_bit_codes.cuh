@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../ptx/convert.h"
+
 namespace fastinfer::cuda {
 
 // One code of tiles [n_tiles, k_tiles, bits * 128].
@@ -71,46 +73,31 @@ struct LowBitCodes {
  private:
   __device__ static uint32_t pair(const uint32_t (&words)[kWords], int row, int step, int r) {
     if constexpr (kBits == 4) {
-      return masked<0x000f000f>(words[step] >> 4 * r, kOffsetPair);
+      return ptx::and_or<0x000f000f>(words[step] >> 4 * r, kOffsetPair);
     } else if constexpr (kBits == 2) {
       const uint32_t two = words[2 * row + step / 2] >> 4 * (r / 2 + 2 * (step % 2));
-      return r % 2 == 0 ? masked<0x00030003>(two, kOffsetPair)
-                        : masked<0x000c000c>(two, kOffsetPair);
+      return r % 2 == 0 ? ptx::and_or<0x00030003>(two, kOffsetPair)
+                        : ptx::and_or<0x000c000c>(two, kOffsetPair);
     } else if constexpr (kBits == 3) {
       const uint32_t* three = words + 3 * row;
       if (step < 3) {
         const uint32_t two = three[step] >> 6 * (r / 2);
-        return r % 2 == 0 ? masked<0x00070007>(two, kOffsetPair)
-                          : masked<0x00380038>(two, kOffsetPair);
+        return r % 2 == 0 ? ptx::and_or<0x00070007>(two, kOffsetPair)
+                          : ptx::and_or<0x00380038>(two, kOffsetPair);
       }
-      if (r % 2 == 0) return masked<0x00070007>(three[r] >> 12, kOffsetPair);
-      if (r == 1) return masked<0x00380038>(three[1] >> 9, kOffsetPair);
-      const uint32_t low = masked<0x00080008>(three[0] >> 12, kOffsetPair);
-      return masked<0x00200020>(three[2] >> 10, masked<0x00100010>(three[1] >> 11, low));
+      if (r % 2 == 0) return ptx::and_or<0x00070007>(three[r] >> 12, kOffsetPair);
+      if (r == 1) return ptx::and_or<0x00380038>(three[1] >> 9, kOffsetPair);
+      const uint32_t low = ptx::and_or<0x00080008>(three[0] >> 12, kOffsetPair);
+      return ptx::and_or<0x00200020>(three[2] >> 10, ptx::and_or<0x00100010>(three[1] >> 11, low));
     } else {
       const uint32_t bytes = words[2 * step + r / 2] >> 8 * (r % 2);
-      if constexpr (!kBf16) return masked<0x00ff00ff>(bytes, kOffsetPair);
+      if constexpr (!kBf16) return ptx::and_or<0x00ff00ff>(bytes, kOffsetPair);
       // 128 + the low 7 bits, and 128 or 256 by the eighth: both are exact, and so is their sum
       // less 256.
-      const uint32_t low = masked<0x007f007f>(bytes, 0x43004300u);
-      const uint32_t high = masked<0x00800080>(bytes, 0x43004300u);
-      return add_bf16x2(low, add_bf16x2(high, 0xc380c380u));
+      const uint32_t low = ptx::and_or<0x007f007f>(bytes, 0x43004300u);
+      const uint32_t high = ptx::and_or<0x00800080>(bytes, 0x43004300u);
+      return ptx::add_bf16x2(low, ptx::add_bf16x2(high, 0xc380c380u));
     }
-  }
-
-  // bits & kMask | rest, in the one instruction that the compiler does not find when both are
-  // constants.
-  template <uint32_t kMask>
-  __device__ static uint32_t masked(uint32_t bits, uint32_t rest) {
-    uint32_t result;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(result) : "r"(bits), "n"(kMask), "r"(rest));
-    return result;
-  }
-
-  __device__ static uint32_t add_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t sum;
-    asm("add.rn.bf16x2 %0, %1, %2;\n" : "=r"(sum) : "r"(a), "r"(b));
-    return sum;
   }
 };
 

@@ -135,13 +135,7 @@ struct ManyRowsWarpgroup {
     return ptx::pack<Codes::kBf16>(value, value);
   }
   __device__ static uint32_t subtract(uint32_t a, uint32_t b) {
-    uint32_t difference;
-    if constexpr (Codes::kBf16) {
-      asm("sub.rn.bf16x2 %0, %1, %2;\n" : "=r"(difference) : "r"(a), "r"(b));
-    } else {
-      asm("sub.rn.f16x2 %0, %1, %2;\n" : "=r"(difference) : "r"(a), "r"(b));
-    }
-    return difference;
+    return Codes::kBf16 ? ptx::sub_bf16x2(a, b) : ptx::sub_f16x2(a, b);
   }
 
   __device__ void begin_group(const GroupOfTwo& group) {

@@ -28,6 +28,27 @@ __device__ inline uint32_t pack(float first, float second) {
   return pair;
 }
 
+// bits & kMask | rest, in the one instruction that the compiler does not find when both are
+// constants.
+template <uint32_t kMask>
+__device__ inline uint32_t and_or(uint32_t bits, uint32_t rest) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(result) : "r"(bits), "n"(kMask), "r"(rest));
+  return result;
+}
+
+__device__ inline uint32_t add_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.bf16x2 %0, %1, %2;\n" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+__device__ inline uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;\n" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 __device__ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.bf16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
