@@ -6,14 +6,14 @@
 // share its block, nor on the threads.
 #include "low_bit_gemm_kernels.h"
 
+#include "panel_product.h"
 #include "typed_elements.h"
 
 namespace fastinfer::cpu::FI_ISA {
 namespace {
 
 constexpr int64_t kTile = kGemmTile;
-constexpr int kVectors = kTile / kLanes;  // of a row of the panel
-constexpr int kBlockRows = 4;
+static_assert(kTile == kPanelWidth);
 constexpr int64_t kStep = 16;  // the unit along K of packing and of groups
 
 // ---- decoding
@@ -120,36 +120,13 @@ void decode(const TileWords<kBits>& tile, int begin, int end, const float* zeros
 
 // ---- products
 
-// total[i][:] += scale * (x[i] . panel) for kRows rows of length n.
-template <int kRows>
-void multiply_rows(const float (*x)[kTile], const float* panel, int64_t n, const float* scale,
-                   float* total) {
-  constexpr int kPart = kRows <= 2 ? 4 : 2;  // vectors at once, as registers allow
-  for (int first = 0; first < kVectors; first += kPart) {
-    vf sum[kRows][kPart] = {};
-    for (int64_t k = 0; k < n; ++k) {
-      for (int j = 0; j < kPart; ++j) {
-        const vf w = load(panel + k * kTile + (first + j) * kLanes);
-        for (int i = 0; i < kRows; ++i) sum[i][j] += splat(x[i][k]) * w;
-      }
-    }
-    for (int i = 0; i < kRows; ++i) {
-      for (int j = 0; j < kPart; ++j) {
-        const int64_t at = (first + j) * kLanes;
-        store(total + i * kTile + at, load(total + i * kTile + at) + load(scale + at) * sum[i][j]);
-      }
-    }
-  }
-}
-
+// total[i][:] += scale * (x[i] . panel) for rows of length n.
 void multiply(int64_t rows, const float (*x)[kTile], const float* panel, int64_t n,
               const float* scale, float* total) {
-  switch (rows) {
-    case 1: return multiply_rows<1>(x, panel, n, scale, total);
-    case 2: return multiply_rows<2>(x, panel, n, scale, total);
-    case 3: return multiply_rows<3>(x, panel, n, scale, total);
-    default: return multiply_rows<kBlockRows>(x, panel, n, scale, total);
-  }
+  multiply_panel(rows, x, panel, n, [&](int i, int64_t at, vf sum) {
+    float* to = total + i * kTile + at;
+    store(to, load(to) + load(scale + at) * sum);
+  });
 }
 
 template <int kBits>
@@ -165,7 +142,7 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
   alignas(32) float scale[kTile] = {};
   alignas(32) float zero[kTile] = {};
   alignas(32) float bias[kTile] = {};
-  alignas(32) float x[kBlockRows][kTile];
+  alignas(32) float x[kPanelRows][kTile];
   alignas(32) float total[kGemmRowBlock * kTile];
   std::memset(total, 0, (row_end - row_begin) * kTile * sizeof(float));
   if (args.zeros == nullptr) {
@@ -188,8 +165,8 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
     const int step = static_cast<int>(k % kTile / kStep);
     if (step == 0) arrange<kBits>(packed + k / kTile * kBits * 128, words);
     decode<kBits>(words, step, step + static_cast<int>((length + kStep - 1) / kStep), zero, panel);
-    for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
-      const int64_t rows = row_end - row < kBlockRows ? row_end - row : kBlockRows;
+    for (int64_t row = row_begin; row < row_end; row += kPanelRows) {
+      const int64_t rows = row_end - row < kPanelRows ? row_end - row : kPanelRows;
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t start = (row + i) * args.x_row_stride;
         if (args.perm != nullptr) {

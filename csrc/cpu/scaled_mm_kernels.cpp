@@ -6,14 +6,14 @@
 // on the rows that share its block, nor on the threads.
 #include "scaled_mm_kernels.h"
 
+#include "panel_product.h"
 #include "typed_elements.h"
 
 namespace fastinfer::cpu::FI_ISA {
 namespace {
 
 constexpr int64_t kTile = kMmTile;
-constexpr int kVectors = kTile / kLanes;  // of a row of the panel
-constexpr int kBlockRows = 4;
+static_assert(kTile == kPanelWidth);
 
 typedef int64_t vl __attribute__((vector_size(64)));
 
@@ -109,39 +109,13 @@ void add(vf sum, vf, float, int64_t* total) {
   std::memcpy(total, &all, sizeof(all));
 }
 
-// total[i][:] += a[i] . panel for kRows rows of length n. Inlined, it would share its registers
-// with the constants of decoding.
-template <int kRows, class Total>
-__attribute__((noinline)) void multiply_rows(const float (*a)[kMmBlock], const float* panel,
-                                             int64_t n, const float* scale, const float* row_scale,
-                                             Total* total) {
-  constexpr int kPart = kRows <= 2 ? 4 : 2;  // vectors at once, as registers allow
-  for (int first = 0; first < kVectors; first += kPart) {
-    vf sum[kRows][kPart] = {};
-    for (int64_t k = 0; k < n; ++k) {
-      for (int j = 0; j < kPart; ++j) {
-        const vf w = load(panel + k * kTile + (first + j) * kLanes);
-        for (int i = 0; i < kRows; ++i) sum[i][j] += splat(a[i][k]) * w;
-      }
-    }
-    for (int i = 0; i < kRows; ++i) {
-      for (int j = 0; j < kPart; ++j) {
-        const int64_t at = (first + j) * kLanes;
-        add(sum[i][j], load(scale + at), row_scale[i], total + i * kTile + at);
-      }
-    }
-  }
-}
-
+// total[i][:] += a[i] . panel for rows of length n.
 template <class Total>
 void multiply(int64_t rows, const float (*a)[kMmBlock], const float* panel, int64_t n,
               const float* scale, const float* row_scale, Total* total) {
-  switch (rows) {
-    case 1: return multiply_rows<1>(a, panel, n, scale, row_scale, total);
-    case 2: return multiply_rows<2>(a, panel, n, scale, row_scale, total);
-    case 3: return multiply_rows<3>(a, panel, n, scale, row_scale, total);
-    default: return multiply_rows<kBlockRows>(a, panel, n, scale, row_scale, total);
-  }
+  multiply_panel(rows, a, panel, n, [&](int i, int64_t at, vf sum) {
+    add(sum, load(scale + at), row_scale[i], total + i * kTile + at);
+  });
 }
 
 // sums[i] += the sum of the panel's column i.
@@ -177,11 +151,11 @@ void tile_of_features(const ScaledMmArgs& args, int64_t tile, int64_t row_begin,
   alignas(32) float panel[kMmBlock * kTile];
   alignas(32) float scale[kTile];
   alignas(32) float bias[kTile] = {};
-  alignas(32) float a[kBlockRows][kMmBlock];
+  alignas(32) float a[kPanelRows][kMmBlock];
   alignas(32) float sums[kTile];
   alignas(32) Total total[kMmRowBlock * kTile];
   alignas(32) int64_t columns[kTile] = {};
-  float row_scale[kBlockRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+  float row_scale[kPanelRows] = {1.0f, 1.0f, 1.0f, 1.0f};
   std::memset(total, 0, (row_end - row_begin) * kTile * sizeof(Total));
   for (float& s : scale) s = 1.0f;
 
@@ -192,8 +166,8 @@ void tile_of_features(const ScaledMmArgs& args, int64_t tile, int64_t row_begin,
     if (args.block_scales) {
       for (int64_t i = 0; i < width; ++i) scale[i] = scale_of(args.b_scale, first + i, k);
     }
-    for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
-      const int64_t rows = row_end - row < kBlockRows ? row_end - row : kBlockRows;
+    for (int64_t row = row_begin; row < row_end; row += kPanelRows) {
+      const int64_t rows = row_end - row < kPanelRows ? row_end - row : kPanelRows;
       for (int64_t i = 0; i < rows; ++i) {
         decode_row<kFp8>(args.a + (row + i) * args.a_row_stride + k, length, a[i]);
         if (args.block_scales) row_scale[i] = scale_of(args.a_scale, row + i, k);
