@@ -15,6 +15,8 @@ from bench.harness import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
 PLOTS = Path(__file__).parent / "plots"
+# Peers that did not run beside ours: microseconds by row, where the GPU is the same.
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "kernels-h200.json").read_text())
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -33,10 +35,13 @@ def table(record: dict[str, Any]) -> str:
     on_gpu = "gpu" in record
     device = record["gpu"] if on_gpu else record["cpu"]
     peers = sorted({name for row in record["results"] for name in row["peers"]})
+    known = RECORDED["us"] if device == RECORDED["gpu"] else {}
+    recorded = sorted({name for row in record["results"] for name in known.get(row["name"], {})})
     head = [
         "benchmark",
         *(["kernel", "us", "share of ceiling"] if on_gpu else []),
         *(f"vs {p}" for p in peers),
+        *(f"vs {p} (recorded)" for p in recorded),
     ]
     summary = f"{record['suite']} — {device}, torch {record['torch']}, {record['date']}"
     lines = [
@@ -58,6 +63,8 @@ def table(record: dict[str, Any]) -> str:
         cells += [
             f"{row['peers'][p]['ratio']:.2f}×{mark}" if p in row["peers"] else "" for p in peers
         ]
+        others = known.get(row["name"], {})
+        cells += [f"{others[p] / row['us']:.2f}×" if p in others else "" for p in recorded]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "</details>"])
 
