@@ -58,23 +58,55 @@ inline FewRowsConfig few_rows_config(int bits, bool many_scales, int64_t n_tiles
   return best;
 }
 
-struct ManyRowsConfig {
-  int tokens;   // rows of x of a block: 32, 64 or 128
-  int cluster;  // as above
+// Of a block: rows of x, and warpgroups that cut K, while its others have other features. `shared`:
+// blocks go from tile to tile, and two copy x together.
+struct ManyRowsShape {
+  int tokens;
+  int warpgroups;
+  int splits;
+  bool shared;
+  int stage;  // the time of 128 columns of K, in units of 10 ns, on an H200
 };
 
-// A multiprocessor has one block. As many blocks cut K as find a place at once.
-inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int sms) {
-  ManyRowsConfig config{m <= 32 ? 32 : m <= 64 ? 64 : 128, 1};
-  const int64_t tiles = (n_tiles + 1) / 2 * ((m + config.tokens - 1) / config.tokens);
-  constexpr int64_t kLeastTiles = 4;  // of K, of a block
-  while (config.cluster < 8) {
-    const int wider = 2 * config.cluster;
-    const int64_t slots = wider > 2 ? sms * 9 / 10 : sms;
-    if (tiles * wider > slots || k_tiles / wider < kLeastTiles) break;
-    config.cluster = wider;
+struct ManyRowsConfig {
+  ManyRowsShape shape;
+  int cluster;  // blocks that cut K
+};
+
+constexpr ManyRowsShape kManyRowsShapes[] = {
+    {32, 4, 1, false, 95},   {32, 4, 4, false, 95},  {64, 4, 1, false, 117},
+    {64, 4, 2, false, 120},  {64, 4, 4, false, 190}, {128, 4, 1, false, 175},
+    {128, 4, 2, false, 180}, {128, 4, 1, true, 165}, {256, 2, 1, true, 146}};
+
+// `groups` that share 128 columns, 1 or 2. Groups of 64 have fewer kernels.
+constexpr bool many_rows_shape_usable(int groups, ManyRowsShape shape) {
+  return groups == 1 || (shape.tokens == 64 && shape.splits != 2) || shape.shared;
+}
+
+// The time of a block is that of its stages and of its beginning and end. A multiprocessor has one
+// block.
+inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
+                                       int sms) {
+  constexpr int64_t kBeginAndEnd = 250;
+  const int64_t stages = (k_tiles + 1) / 2;
+  ManyRowsConfig best{};
+  int64_t best_cost = -1;
+  for (const ManyRowsShape shape : kManyRowsShapes) {
+    if (!many_rows_shape_usable(groups, shape)) continue;
+    const int64_t tiles = shape.warpgroups / shape.splits * (shape.shared ? 2 : 1);
+    const int64_t pieces = (n_tiles + tiles - 1) / tiles * ((m + shape.tokens - 1) / shape.tokens);
+    for (int cluster = 1; cluster <= (shape.shared ? 1 : 8); cluster *= 2) {
+      const int64_t parts = int64_t{shape.splits} * cluster;
+      if (parts > 1 && stages / parts < 2) break;
+      // Larger clusters do not fit everywhere.
+      const int64_t slots = shape.shared ? sms / 2 : cluster > 2 ? sms * 9 / 10 : sms;
+      if (cluster > 1 && pieces * cluster > slots) break;
+      const int64_t waves = (pieces * cluster + slots - 1) / slots;
+      const int64_t cost = waves * ((stages + parts - 1) / parts * shape.stage + kBeginAndEnd);
+      if (best_cost < 0 || cost < best_cost) best = {shape, cluster}, best_cost = cost;
+    }
   }
-  return config;
+  return best;
 }
 
 }  // namespace fastinfer::cuda

@@ -68,7 +68,7 @@ struct FewRowsTraits {
       Warp warps[kWarps];
       float sums[kWarps][kTokens][kRowPitch];  // when all products are done
     };
-    float block_sums[kTokens][kRowPitch];
+    float block_sums[1][kTokens][kRowPitch];
     bool suspect[kTokens];  // rows of x of which some sum is not finite
   };
 };
@@ -417,12 +417,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
     float sum = 0.0f;
 #pragma unroll
     for (int other = 0; other < Traits::kWarps; ++other) sum += smem.sums[other][token][feature];
-    smem.block_sums[token][feature] = sum;
+    smem.block_sums[0][token][feature] = sum;
   }
-  write_result<T, Traits::kFeatures, Traits::kRowPitch, Traits::kThreads>(
-      p, smem.block_sums, w.first_feature(), 0, p.m, [&](float sum, int token) {
-        if (!isfinite(sum)) smem.suspect[token] = true;
-      });
+  write_result<T, Traits::kFeatures, Traits::kThreads>(p, smem.block_sums, w.first_feature(), 0,
+                                                       p.m, [&](float sum, int token) {
+                                                         if (!isfinite(sum))
+                                                           smem.suspect[token] = true;
+                                                       });
   __syncthreads();
   for (int token = 0; token < p.m; ++token) {
     if (smem.suspect[token]) write_again<Traits>(p, token, w.first_feature(), rank, blocks);

@@ -36,6 +36,10 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
   const int64_t four = 4 * element_size(p.scale_dtype);
   const bool aligned = p.n % 4 == 0 && aligned_to(four, p.scales, 1, {}) &&
                        (p.zeros == nullptr || aligned_to(four, p.zeros, 1, {}));
+  const auto in_rows_of_16_bytes = [&](const void* scales) {
+    const int64_t size = element_size(p.scale_dtype);
+    return scales == nullptr || (p.n * size % 16 == 0 && aligned_to(16, scales, 1, {}));
+  };
   const bool in_vectors =
       p.perm == nullptr && p.k % 8 == 0 && aligned_to(16, p.x, 2, {p.m > 1 ? p.x_row_stride : 0});
   return {p.x,
@@ -56,7 +60,9 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
           in_vectors,
           format_of(p.scale_dtype),
           aligned,
-          format_of(p.bias_dtype)};
+          in_rows_of_16_bytes(p.scales) && in_rows_of_16_bytes(p.zeros),
+          format_of(p.bias_dtype),
+          p.n % 8 == 0 && aligned_to(16, p.out, 2, {p.m > 1 ? p.out_row_stride : 0})};
 }
 
 template <int kBits>
@@ -69,13 +75,12 @@ cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) 
     const auto config = few_rows_config(kBits, many_scales, params.n_tiles, params.k_tiles, sms);
     return low_bit_few_rows<kBits>(params, bf16, many_scales, config, device, stream);
   }
-  const auto config = many_rows_config(p.m, params.n_tiles, params.k_tiles, sms);
-  const CUtensorMap x_map = make_tensor_map(p.op, p.dtype,
-                                            {p.x,
-                                             {p.k, p.m, 1, 1},
-                                             {1, p.x_row_stride, 0, 0},
-                                             {64, static_cast<uint32_t>(config.tokens), 1, 1}});
-  return low_bit_many_rows<kBits>(params, bf16, x_map, config, device, stream);
+  const int groups = p.group_size % 128 == 0 || p.groups == 1 ? 1 : 2;
+  const auto config = many_rows_config(p.m, params.n_tiles, params.k_tiles, groups, sms);
+  const CUtensorMap x_map = make_tensor_map(
+      p.op, p.dtype,
+      {p.x, {p.k, p.m, 1, 1}, {1, p.x_row_stride, 0, 0}, {64, many_rows_box(config.shape), 1, 1}});
+  return low_bit_many_rows<kBits>(params, bf16, x_map, groups, config, sms, device, stream);
 }
 
 cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {

@@ -29,7 +29,9 @@ struct LowBitParams {
   bool x_in_vectors;         // no perm, K a multiple of 8 and rows aligned to 16 bytes
   ScaleFormat scale_format;  // of scales and zeros
   bool scales_aligned;       // rows of both to four of their elements
+  bool scales_by_bulk;       // rows of both to 16 bytes, in length as well
   ScaleFormat bias_format;
+  bool out_in_eights;  // N a multiple of 8 and rows of out aligned to 16 bytes
 };
 
 // For 1 to kFewRows rows. many_scales: the groups' size is no multiple of 64.
@@ -37,10 +39,15 @@ template <int kBits>
 cudaError_t low_bit_few_rows(const LowBitParams& params, bool bf16, bool many_scales,
                              const FewRowsConfig& config, int device, cudaStream_t stream);
 
-// For any number of rows that x_map shows in boxes of 64 columns and config.tokens rows; the
-// groups' size is a multiple of 64.
+// For any number of rows, which x_map shows in boxes of 64 columns and many_rows_box rows; `groups`
+// share 128 columns: one, or two of 64.
 template <int kBits>
 cudaError_t low_bit_many_rows(const LowBitParams& params, bool bf16, const CUtensorMap& x_map,
-                              const ManyRowsConfig& config, int device, cudaStream_t stream);
+                              int groups, const ManyRowsConfig& config, int sms, int device,
+                              cudaStream_t stream);
+
+inline uint32_t many_rows_box(const ManyRowsShape& shape) {
+  return static_cast<uint32_t>(shape.shared ? shape.tokens / 2 : shape.tokens);
+}
 
 }  // namespace fastinfer::cuda

@@ -13,9 +13,10 @@ cudaError_t low_bit_few_rows<4>(const LowBitParams& params, bool bf16, bool many
 
 template <>
 cudaError_t low_bit_many_rows<4>(const LowBitParams& params, bool bf16, const CUtensorMap& x_map,
-                                 const ManyRowsConfig& config, int device, cudaStream_t stream) {
-  return bf16 ? launch_many_rows<__nv_bfloat16, 4>(params, x_map, config, device, stream)
-              : launch_many_rows<__half, 4>(params, x_map, config, device, stream);
+                                 int groups, const ManyRowsConfig& config, int sms, int device,
+                                 cudaStream_t stream) {
+  const auto launch = bf16 ? &launch_many_rows<__nv_bfloat16, 4> : &launch_many_rows<__half, 4>;
+  return launch(params, x_map, groups, config, sms, device, stream);
 }
 
 }  // namespace fastinfer::cuda

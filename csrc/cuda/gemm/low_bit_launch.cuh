@@ -1,6 +1,8 @@
 // Launches the kernels for codes of one width.
 #pragma once
 
+#include <algorithm>
+
 #include "low_bit_few_rows.cuh"
 #include "low_bit_many_rows.cuh"
 
@@ -81,27 +83,64 @@ cudaError_t launch_few_rows(const LowBitParams& params, bool many_scales,
 // ---- many rows
 
 template <class Traits>
-cudaError_t launch_many_rows_kernel(const LowBitParams& params, const CUtensorMap& x_map,
+cudaError_t launch_some_rows_kernel(const LowBitParams& params, const CUtensorMap& x_map,
                                     int cluster, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(typename Traits::Smem);
   static_assert(kBytes <= 227 * 1024);
   const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
-  const int64_t tiles = int64_t{(params.n_tiles + 1) / 2} * token_tiles;
-  return launch_clusters<&low_bit_many_rows_kernel<Traits>, kBytes>(
+  const int64_t tiles =
+      int64_t{(params.n_tiles + Traits::kFeatureTiles - 1) / Traits::kFeatureTiles} * token_tiles;
+  return launch_clusters<&low_bit_some_rows_kernel<Traits>, kBytes>(
       tiles, Traits::kThreads, cluster, device, stream, params, x_map, token_tiles);
 }
 
-template <class T, int kBits>
-cudaError_t launch_many_rows(const LowBitParams& params, const CUtensorMap& x_map,
-                             const ManyRowsConfig& config, int device, cudaStream_t stream) {
-  const auto launch = [&](auto traits) {
-    return launch_many_rows_kernel<decltype(traits)>(params, x_map, config.cluster, device, stream);
-  };
-  switch (config.tokens) {
-    case 32: return launch(ManyRowsTraits<T, kBits, 32>{});
-    case 64: return launch(ManyRowsTraits<T, kBits, 64>{});
-    default: return launch(ManyRowsTraits<T, kBits, 128>{});
+template <class Traits>
+cudaError_t launch_many_rows_kernel(const LowBitParams& params, const CUtensorMap& x_map, int sms,
+                                    int device, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(typename Traits::Smem);
+  static_assert(kBytes <= 227 * 1024);
+  const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
+  constexpr int kFeatureTiles = 2 * Traits::kFeatureTiles;  // of a cluster
+  const int32_t tiles = (params.n_tiles + kFeatureTiles - 1) / kFeatureTiles * token_tiles;
+  return launch_clusters<&low_bit_many_rows_kernel<Traits>, kBytes>(
+      std::min<int64_t>(tiles, sms / 2), Traits::kThreads, 2, device, stream, params, x_map,
+      token_tiles, tiles);
+}
+
+// Tries the shapes from kIndex on until it is the configuration's. kGroups: of 128 columns.
+template <class T, int kBits, int kGroups, int kIndex = 0>
+cudaError_t launch_many_rows_shape(const LowBitParams& params, const CUtensorMap& x_map,
+                                   const ManyRowsConfig& config, int sms, int device,
+                                   cudaStream_t stream) {
+  constexpr ManyRowsShape kShape = kManyRowsShapes[kIndex];
+  constexpr int kShapes = sizeof(kManyRowsShapes) / sizeof(kManyRowsShapes[0]);
+  if constexpr (many_rows_shape_usable(kGroups, kShape)) {
+    const ManyRowsShape& shape = config.shape;
+    if (shape.tokens == kShape.tokens && shape.splits == kShape.splits &&
+        shape.shared == kShape.shared) {
+      using Traits = ManyRowsTraits<T, kBits, kShape.tokens, kShape.warpgroups, kShape.splits,
+                                    kGroups, kShape.shared>;
+      if constexpr (kShape.shared) {
+        return launch_many_rows_kernel<Traits>(params, x_map, sms, device, stream);
+      } else {
+        return launch_some_rows_kernel<Traits>(params, x_map, config.cluster, device, stream);
+      }
+    }
   }
+  if constexpr (kIndex + 1 < kShapes) {
+    return launch_many_rows_shape<T, kBits, kGroups, kIndex + 1>(params, x_map, config, sms, device,
+                                                                 stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+template <class T, int kBits>
+cudaError_t launch_many_rows(const LowBitParams& params, const CUtensorMap& x_map, int groups,
+                             const ManyRowsConfig& config, int sms, int device,
+                             cudaStream_t stream) {
+  return groups == 1
+             ? launch_many_rows_shape<T, kBits, 1>(params, x_map, config, sms, device, stream)
+             : launch_many_rows_shape<T, kBits, 2>(params, x_map, config, sms, device, stream);
 }
 
 }  // namespace fastinfer::cuda

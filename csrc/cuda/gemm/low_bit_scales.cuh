@@ -59,6 +59,15 @@ __device__ inline void to_floats(const FourScales& four, ScaleFormat format, flo
   }
 }
 
+// One as it is stored, in `size` bytes.
+__device__ inline void copy_scalar(void* to, const void* from, int i, int size) {
+  if (size == 4) {
+    static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
+  } else {
+    static_cast<uint16_t*>(to)[i] = static_cast<const uint16_t*>(from)[i];
+  }
+}
+
 __device__ inline float load_scalar(const void* values, ScaleFormat format, int64_t i) {
   return format == ScaleFormat::kFloat
              ? static_cast<const float*>(values)[i]

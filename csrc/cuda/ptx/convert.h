@@ -61,6 +61,19 @@ __device__ inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   return difference;
 }
 
+__device__ inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.f16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// 1 / x within 1 ulp; of subnormal numbers infinity.
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 2^x within 2 ulp; 2^-inf is 0.
 __device__ inline float exp2(float x) {
   float y;

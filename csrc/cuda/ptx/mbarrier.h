@@ -20,6 +20,15 @@ struct Mbarrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state))
                  : "memory");
   }
+  // The same barrier of another block of the cluster.
+  __device__ void arrive_remote(uint32_t rank) {
+    asm volatile(
+        "{\n.reg .u32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(&state)),
+        "r"(rank)
+        : "memory");
+  }
   // Arrives, and makes the phase wait for `bytes` of copies as well.
   __device__ void arrive_expect(uint32_t bytes) {
     asm volatile(

@@ -35,11 +35,11 @@ __device__ inline void wgmma_pin(float (&d)[kCount]) {
 // Descriptors. Rows of 128 bytes, 8 of them an atom of 1024 bytes; addresses in units of 16 bytes.
 constexpr uint64_t kSwizzle128 = 1ull << 62;
 
-__device__ inline uint64_t descriptor_start(uint32_t shared_address) {
+__device__ constexpr uint64_t descriptor_start(uint32_t shared_address) {
   return (shared_address & 0x3ffff) >> 4;
 }
 // The contraction runs along the rows (K, Q): atoms follow each other along the other dimension.
-__device__ inline uint64_t k_major_descriptor(uint32_t shared_address) {
+__device__ constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
   return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
          descriptor_start(shared_address);
 }
@@ -69,6 +69,7 @@ struct Wgmma;
 #define FI_REGS_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FI_REGS_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FI_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FI_NAMES_16 FI_REGS_0
 #define FI_NAMES_32 FI_REGS_0 ", " FI_REGS_1
 #define FI_NAMES_64 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3
 #define FI_NAMES_80 FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4
@@ -89,6 +90,7 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FI_D32(i) FI_D8(i), FI_D8(i + 8), FI_D8(i + 16), FI_D8(i + 24)
+#define FI_OPERANDS_16 FI_D8(0)
 #define FI_OPERANDS_32 FI_D8(0), FI_D8(8)
 #define FI_OPERANDS_64 FI_D32(0)
 #define FI_OPERANDS_80 FI_D32(0), FI_D8(32)
@@ -133,6 +135,7 @@ struct Wgmma;
   FI_WGMMA(__nv_bfloat16, "bf16", N, I0, I1, I2, I3, I4, I5) \
   FI_WGMMA(__half, "f16", N, I0, I1, I2, I3, I4, I5)
 
+FI_WGMMA_16BIT(16, 8, 9, 10, 11, 12, 13)
 FI_WGMMA_16BIT(32, 16, 17, 18, 19, 20, 21)
 FI_WGMMA_16BIT(64, 32, 33, 34, 35, 36, 37)
 FI_WGMMA_16BIT(80, 40, 41, 42, 43, 44, 45)
