@@ -4,18 +4,32 @@
 #pragma once
 
 #include "../torch_utils.h"
+#include "epilogue.h"
 
 namespace fastinfer {
 
 constexpr int64_t kLowBitTile = 64;  // features and inputs of a packed tile
 constexpr int64_t kQuantGroupUnit = 16;
 
+// Arguments as the ops receive them.
+struct LowBitGemmInputs {
+  int bits;
+  const Tensor& x;
+  const Tensor& qweight;
+  const Tensor& scales;
+  const std::optional<Tensor>& zeros;
+  int64_t group_size;
+  const std::optional<Tensor>& perm;
+  const std::optional<Tensor>& bias;
+  EpilogueInputs epilogue;
+};
+
 // W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]), g = k / group_size; zeros that are null stand
 // for 2^(bits - 1).
 struct LowBitGemmProblem {
   const char* op;
   int bits;
-  ScalarType dtype;        // of x and out
+  ScalarType dtype;        // of x
   ScalarType scale_dtype;  // of scales and zeros
   ScalarType bias_dtype;
   // group_size is a multiple of 16 always: where one group holds the whole of K, K rounded up to
@@ -28,7 +42,9 @@ struct LowBitGemmProblem {
   const void* zeros;       // [groups, N] or null
   const int32_t* perm;     // [K] or null
   const void* bias;        // [N] or null
-  void* out;               // [M, N]
+  Epilogue epilogue;
+  ScalarType out_dtype;
+  void* out;  // [M, epilogue.width]
   int64_t out_row_stride;
 };
 
@@ -37,13 +53,12 @@ constexpr const char* low_bit_gemm_name(int bits) {
   return bits == 2 ? "int2_gemm" : bits == 3 ? "int3_gemm" : bits == 4 ? "int4_gemm" : "int8_gemm";
 }
 
-inline LowBitGemmProblem check_low_bit_gemm(
-    int bits, const Tensor& x_tensor, const Tensor& qweight_tensor, const Tensor& scales_tensor,
-    const std::optional<Tensor>& zeros_tensor, int64_t group_size,
-    const std::optional<Tensor>& perm_tensor, const std::optional<Tensor>& bias_tensor,
-    const Tensor& out_tensor) {
+inline LowBitGemmProblem check_low_bit_gemm(const LowBitGemmInputs& inputs,
+                                            const Tensor& out_tensor) {
+  const int bits = inputs.bits;
+  const int64_t group_size = inputs.group_size;
   const char* op = low_bit_gemm_name(bits);
-  const Arg x = read_arg(op, "x", x_tensor);
+  const Arg x = read_arg(op, "x", inputs.x);
   expect_rank(x, 2, "[M, K]");
   expect_float(x);
   expect_dense_last(x);
@@ -55,7 +70,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
            " columns of x, got ", group_size);
   const int64_t groups = (k - 1) / group_size + 1;
 
-  const Arg scales = read_arg(op, "scales", scales_tensor);
+  const Arg scales = read_arg(op, "scales", inputs.scales);
   expect_rank(scales, 2, "[ceil(K / group_size), N]");
   expect_float(scales);
   const int64_t n = scales.size(1);
@@ -64,7 +79,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
   expect_contiguous(scales);
   expect_same_device(scales, x);
 
-  const Arg qweight = read_arg(op, "qweight", qweight_tensor);
+  const Arg qweight = read_arg(op, "qweight", inputs.qweight);
   expect_dtype(qweight, {ScalarType::Int});
   expect_shape(qweight,
                {(n - 1) / kLowBitTile + 1, (k - 1) / kLowBitTile + 1, int64_t{bits} * 128});
@@ -72,11 +87,8 @@ inline LowBitGemmProblem check_low_bit_gemm(
   expect_same_device(qweight, x);
 
   const Arg out = read_arg(op, "out", out_tensor);
-  expect_same_dtype(out, x);
-  expect_shape(out, {m, n});
-  expect_dense_last(out);
-  expect_writable(out);
-  expect_same_device(out, x);
+  const Epilogue epilogue =
+      check_epilogue(inputs.epilogue, m, n, "columns of scales", x, out, {x.dtype});
   for (const Arg& read : {x, scales, qweight}) expect_no_overlap(out, read);
 
   LowBitGemmProblem p{};
@@ -93,10 +105,12 @@ inline LowBitGemmProblem check_low_bit_gemm(
   p.x_row_stride = x.stride(0);
   p.qweight = static_cast<const int32_t*>(qweight.data);
   p.scales = scales.data;
+  p.epilogue = epilogue;
+  p.out_dtype = out.dtype;
   p.out = out.data;
   p.out_row_stride = out.stride(0);
-  if (zeros_tensor.has_value()) {
-    const Arg zeros = read_arg(op, "zeros", *zeros_tensor);
+  if (inputs.zeros.has_value()) {
+    const Arg zeros = read_arg(op, "zeros", *inputs.zeros);
     expect_same_dtype(zeros, scales);
     expect_same_shape(zeros, scales);
     expect_contiguous(zeros);
@@ -104,8 +118,8 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_no_overlap(out, zeros);
     p.zeros = zeros.data;
   }
-  if (perm_tensor.has_value()) {
-    const Arg perm = read_arg(op, "perm", *perm_tensor);
+  if (inputs.perm.has_value()) {
+    const Arg perm = read_arg(op, "perm", *inputs.perm);
     expect_dtype(perm, {ScalarType::Int});
     expect_shape(perm, {k});
     expect_contiguous(perm);
@@ -113,8 +127,8 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_no_overlap(out, perm);
     p.perm = static_cast<const int32_t*>(perm.data);
   }
-  if (bias_tensor.has_value()) {
-    const Arg bias = read_arg(op, "bias", *bias_tensor);
+  if (inputs.bias.has_value()) {
+    const Arg bias = read_arg(op, "bias", *inputs.bias);
     expect_shape(bias, {n});
     FI_CHECK(bias.dtype == x.dtype || bias.dtype == ScalarType::Float, op, "bias: expected dtype ",
              dtype_name(x.dtype), " as x or float32, got ", dtype_name(bias.dtype));

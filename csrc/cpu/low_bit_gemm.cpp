@@ -6,6 +6,7 @@
 #include "../functional.h"
 #include "../portable/portable.h"
 #include "elements.h"
+#include "epilogue.h"
 #include "low_bit_gemm_kernels.h"
 #include "parallel.h"
 
@@ -30,12 +31,8 @@ void check_perm(const LowBitGemmProblem& p) {
   }
 }
 
-void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                      const std::optional<Tensor>& zeros, int64_t group_size,
-                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
-                      const Tensor& out) {
-  const LowBitGemmProblem p =
-      check_low_bit_gemm(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
+void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
+  const LowBitGemmProblem p = check_low_bit_gemm(inputs, out);
   check_perm(p);
   if (p.m == 0) return;
   const LowBitGemmArgs args{p.x,
@@ -48,15 +45,14 @@ void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Te
                             p.perm,
                             p.bias,
                             element_index(p.bias_dtype),
-                            p.out,
-                            p.out_row_stride,
                             p.n,
                             p.k,
-                            p.group_size};
-  const LowBitGemmFunction function = function_of(bits);
-  const int64_t tiles = (p.n - 1) / kGemmTile + 1;
+                            p.group_size,
+                            epilogue_args(p.epilogue, p.out_dtype, p.out, p.out_row_stride)};
+  const LowBitGemmFunction function = function_of(p.bits);
+  const int64_t tiles = (p.epilogue.width - 1) / kGemmTile + 1;
   const int64_t blocks = (p.m - 1) / kGemmRowBlock + 1;
-  const int64_t cost = kGemmTile * p.k * std::min(p.m, kGemmRowBlock);
+  const int64_t cost = (p.epilogue.gated ? 2 : 1) * kGemmTile * p.k * std::min(p.m, kGemmRowBlock);
   parallel_for(tiles * blocks, cost, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item % blocks * kGemmRowBlock;

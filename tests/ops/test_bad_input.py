@@ -19,6 +19,9 @@ INTEGERS = {
 # The same, where the name holds floats elsewhere.
 INTEGER_OPERANDS = {("int8_scaled_mm", "a"), ("int8_scaled_mm", "b")}
 
+# Matrix products with an epilogue.
+PRODUCTS = [*(f"int{bits}_gemm" for bits in (2, 3, 4, 8)), "fp8_scaled_mm", "int8_scaled_mm"]
+
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.
 ANY_RANK = {
     ("rms_norm", "x"), ("layer_norm", "x"), ("silu_and_mul", "x"), ("gelu_and_mul", "x"),
@@ -43,6 +46,7 @@ ANY_STRIDES = {
     ("int8_scaled_mm", "a_scale"),
     ("int8_scaled_mm", "b_scale"),
     ("int8_scaled_mm", "a_zero"),
+    *[(op, "out_scale") for op in PRODUCTS],
 }
 
 # Dimensions whose size something else fixes: (op, argument, dimension).
@@ -95,6 +99,7 @@ SIZES = [
         for dim in range(dims)
     ],
     ("int8_scaled_mm", "a_zero", 0), ("int8_scaled_mm", "a_zero", 1),
+    *[(op, "residual", dim) for op in PRODUCTS for dim in (0, 1)],
     ("quantize_fp8", "x", 0), ("quantize_fp8", "scale", 0), ("quantize_fp8", "scale", 1),
     ("quantize_int8", "x", 0), ("quantize_int8", "scale", 0), ("quantize_int8", "scale", 1),
     ("sample", "temperature", 0), ("sample", "top_k", 0), ("sample", "top_p", 0),

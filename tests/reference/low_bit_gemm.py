@@ -1,8 +1,11 @@
 """Weights of 2, 3, 4 and 8 bits: their packed layout, their values, and the product with them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tests.reference.epilogue import epilogue
 from tests.reference.threads import single_threaded
 
 TILE = 64
@@ -94,12 +97,13 @@ def low_bit_gemm(
     perm: Tensor | None = None,
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Tensor:
-    """x W^T + bias, the weight rounded to `dtype` first."""
+    """x W^T + bias, the weight rounded to `dtype` first, and the `epilogue`."""
     weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1]).to(
         dtype
     )
     if perm is not None:
         x = x[:, perm.long()]
     out = x.to(dtype) @ weight.T
-    return out if bias is None else out + bias.to(dtype)
+    return epilogue(out if bias is None else out + bias.to(dtype), **options)
