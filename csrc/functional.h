@@ -60,7 +60,8 @@ void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scal
                       const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
                       const std::string& activation, bool gated,
                       const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
-                      std::optional<ScalarType> out_dtype, const Tensor& out) {
+                      std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
+                      double norm_eps, double norm_weight_offset, const Tensor& out) {
   kOut({kBits,
         x,
         qweight,
@@ -69,7 +70,8 @@ void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scal
         group_size,
         perm,
         bias,
-        {activation, gated, residual, out_scale, out_dtype}},
+        {activation, gated, residual, out_scale, out_dtype},
+        {norm_weight, norm_eps, norm_weight_offset}},
        out);
 }
 
@@ -79,7 +81,8 @@ Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales
                     const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
                     const std::string& activation, bool gated,
                     const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
-                    std::optional<ScalarType> out_dtype) {
+                    std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
+                    double norm_eps, double norm_weight_offset) {
   constexpr const char* op = low_bit_gemm_name(kBits);
   FI_CHECK(x.dim() == 2, op, "x: expected 2 dimensions [M, K], got ", x.dim());
   FI_CHECK(scales.dim() == 2, op, "scales: expected 2 dimensions [ceil(K / group_size), N], got ",
@@ -87,7 +90,8 @@ Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales
   Tensor out = torch::stable::new_empty(x, {x.size(0), result_columns(scales.size(1), gated)},
                                         out_dtype.value_or(x.scalar_type()));
   low_bit_gemm_out<kBits, kOut>(x, qweight, scales, zeros, group_size, perm, bias, activation,
-                                gated, residual, out_scale, out_dtype, out);
+                                gated, residual, out_scale, out_dtype, norm_weight, norm_eps,
+                                norm_weight_offset, out);
   return out;
 }
 

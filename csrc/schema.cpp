@@ -25,10 +25,11 @@
 #define FI_EPILOGUE \
   "str activation='none', bool gated=False, Tensor? residual=None, Tensor? out_scale=None"
 // Codes of 2, 3, 4 and 8 bits have one signature.
-#define FI_LOW_BIT_GEMM                                                       \
-  "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, "          \
-  "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None, " FI_EPILOGUE \
-  ", ScalarType? out_dtype=None"
+#define FI_LOW_BIT_GEMM                                                                 \
+  "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, "                    \
+  "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None, " FI_EPILOGUE           \
+  ", ScalarType? out_dtype=None, Tensor? norm_weight=None, float norm_eps=1e-6, float " \
+  "norm_weight_offset=0.0"
 #define FI_FP8_SCALED_MM                                                                   \
   "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, *, ScalarType? " \
   "out_dtype=None, " FI_EPILOGUE

@@ -5,11 +5,19 @@
 
 #include "../torch_utils.h"
 #include "epilogue.h"
+#include "norm.h"
 
 namespace fastinfer {
 
 constexpr int64_t kLowBitTile = 64;  // features and inputs of a packed tile
 constexpr int64_t kQuantGroupUnit = 16;
+
+// RMSNorm of x's rows before all else.
+struct NormPrologueInputs {
+  const std::optional<Tensor>& weight;  // none: no norm
+  double eps;
+  double weight_offset;
+};
 
 // Arguments as the ops receive them.
 struct LowBitGemmInputs {
@@ -22,6 +30,7 @@ struct LowBitGemmInputs {
   const std::optional<Tensor>& perm;
   const std::optional<Tensor>& bias;
   EpilogueInputs epilogue;
+  NormPrologueInputs norm;
 };
 
 // W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]), g = k / group_size; zeros that are null stand
@@ -37,11 +46,15 @@ struct LowBitGemmProblem {
   int64_t m, n, k, group_size, groups;
   const void* x;  // [M, K]
   int64_t x_row_stride;
-  const int32_t* qweight;  // [ceil(N / 64), ceil(K / 64), bits * 128]
-  const void* scales;      // [groups, N]
-  const void* zeros;       // [groups, N] or null
-  const int32_t* perm;     // [K] or null
-  const void* bias;        // [N] or null
+  const int32_t* qweight;   // [ceil(N / 64), ceil(K / 64), bits * 128]
+  const void* scales;       // [groups, N]
+  const void* zeros;        // [groups, N] or null
+  const int32_t* perm;      // [K] or null
+  const void* bias;         // [N] or null
+  const void* norm_weight;  // [K] or null: x is not normalised
+  ScalarType norm_weight_dtype;
+  float norm_eps;
+  float norm_weight_offset;
   Epilogue epilogue;
   ScalarType out_dtype;
   void* out;  // [M, epilogue.width]
@@ -126,6 +139,16 @@ inline LowBitGemmProblem check_low_bit_gemm(const LowBitGemmInputs& inputs,
     expect_same_device(perm, x);
     expect_no_overlap(out, perm);
     p.perm = static_cast<const int32_t*>(perm.data);
+  }
+  FI_CHECK(inputs.norm.eps >= 0.0, op, "norm_eps: expected a number >= 0, got ", inputs.norm.eps);
+  if (inputs.norm.weight.has_value()) {
+    const Arg weight = read_arg(op, "norm_weight", *inputs.norm.weight);
+    check_norm_vector(weight, x);
+    expect_no_overlap(out, weight);
+    p.norm_weight = weight.data;
+    p.norm_weight_dtype = weight.dtype;
+    p.norm_eps = static_cast<float>(inputs.norm.eps);
+    p.norm_weight_offset = static_cast<float>(inputs.norm.weight_offset);
   }
   if (inputs.bias.has_value()) {
     const Arg bias = read_arg(op, "bias", *inputs.bias);

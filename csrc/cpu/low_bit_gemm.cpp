@@ -8,6 +8,7 @@
 #include "elements.h"
 #include "epilogue.h"
 #include "low_bit_gemm_kernels.h"
+#include "norm.h"
 #include "parallel.h"
 
 namespace fastinfer::cpu {
@@ -35,9 +36,14 @@ void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
   const LowBitGemmProblem p = check_low_bit_gemm(inputs, out);
   check_perm(p);
   if (p.m == 0) return;
-  const LowBitGemmArgs args{p.x,
+  const auto& norm = inputs.norm;
+  const Tensor x = p.norm_weight == nullptr
+                       ? inputs.x
+                       : functional::rms_norm<&rms_norm_out>(inputs.x, *norm.weight, norm.eps,
+                                                             norm.weight_offset);
+  const LowBitGemmArgs args{x.data_ptr(),
                             element_index(p.dtype),
-                            p.x_row_stride,
+                            x.stride(0),
                             p.qweight,
                             p.scales,
                             p.zeros,

@@ -85,7 +85,12 @@ void qk_norm_rope_append_(const Tensor& qkv, const Tensor& q_out, const Tensor& 
 void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
   const auto p = check_low_bit_gemm(inputs, out);
   if (p.m == 0) return;
-  call_portable("fastinfer::_portable_low_bit_gemm", int64_t{p.bits}, inputs.x, inputs.qweight,
+  const auto& norm = inputs.norm;
+  const Tensor x = p.norm_weight == nullptr
+                       ? inputs.x
+                       : functional::rms_norm<&rms_norm_out>(inputs.x, *norm.weight, norm.eps,
+                                                             norm.weight_offset);
+  call_portable("fastinfer::_portable_low_bit_gemm", int64_t{p.bits}, x, inputs.qweight,
                 inputs.scales, inputs.zeros, p.group_size, inputs.perm, inputs.bias,
                 static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
                 inputs.epilogue.residual, inputs.epilogue.out_scale, out);

@@ -49,14 +49,18 @@ def _low_bit_gemm(
     residual: Tensor | None = None,
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a weight of {bits}-bit codes, and what follows it.
+    """Linear layer with a weight of {bits}-bit codes, and what comes before and after it.
 
         y = x W^T + bias,   W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]),   g = k // group_size
         h = act(y), or act(y[:, :N / 2]) * y[:, N / 2:] if gated
         out = h + residual, or the 8-bit codes of (h + residual) / out_scale
 
+    With `norm_weight`, x is rms_norm(x, norm_weight, norm_eps, weight_offset=norm_weight_offset).
     With `perm`, column k of W multiplies x[:, perm[k]] (act-order). A gated weight is [gate; up]
     along N, the projections of a feed-forward layer as one.
 
@@ -78,6 +82,8 @@ def _low_bit_gemm(
         out_scale: float32 [1, 1], for results in 8 bits, as in `quantize_fp8` and `quantize_int8`
             with a given scale: saturated, ties to even; or None.
         out_dtype: of the result: x's, float8_e4m3fn or int8. None: that of `out`, or x's.
+        norm_weight: [K], x's dtype or fp32, or None: x is not normalised.
+        norm_eps, norm_weight_offset: as in `rms_norm`.
         out: [M, N], or [M, N / 2] if gated, dense in its rows; receives the result.
 
     Returns:
@@ -96,7 +102,7 @@ def _low_bit_gemm(
     """
     refuse_grad(
         op, x=x, scales=scales, zeros=zeros, bias=bias, residual=residual, out_scale=out_scale,
-        out=out,
+        norm_weight=norm_weight, out=out,
     )  # fmt: skip
     if out is None:
         m, n = _product_shape(op, x, scales)
@@ -115,6 +121,9 @@ def _low_bit_gemm(
         residual=residual,
         out_scale=out_scale,
         out_dtype=out_dtype,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        norm_weight_offset=norm_weight_offset,
         out=out,
     )
     return out
@@ -169,11 +178,17 @@ def _check_gemm(
     perm: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
     out: Tensor | None = None,
     **epilogue: Any,
 ) -> tuple[tuple[Size, Size], torch.dtype]:
     """The result's shape and dtype."""
-    check_devices(op, x=x, qweight=qweight, scales=scales, zeros=zeros, perm=perm, bias=bias)
+    check_devices(
+        op, x=x, qweight=qweight, scales=scales, zeros=zeros, perm=perm, bias=bias,
+        norm_weight=norm_weight,
+    )  # fmt: skip
     for name, tensor in (("x", x), ("scales", scales)):
         check(op, tensor.is_floating_point(), f"{name}: expected floats, got {tensor.dtype}")
     shape = _product_shape(op, x, scales)
@@ -190,8 +205,11 @@ def _check_gemm(
         check_out(op, "zeros", zeros, (groups, n), scales.dtype)
     if perm is not None:
         check_out(op, "perm", perm, (k,), torch.int32)
-    if bias is not None:
-        check_out(op, "bias", bias, (n,), torch.float32 if bias.dtype != x.dtype else x.dtype)
+    for name, vector, size in (("bias", bias, n), ("norm_weight", norm_weight, k)):
+        if vector is not None:
+            dtype = torch.float32 if vector.dtype != x.dtype else x.dtype
+            check_out(op, name, vector, (size,), dtype)
+    check(op, norm_eps >= 0, f"norm_eps: expected a number >= 0, got {norm_eps}")
     dtype = out_dtype or (x.dtype if out is None else out.dtype)
     return check_epilogue(op, x, shape, dtype, (x.dtype,), out=out, **epilogue), dtype
 

@@ -299,6 +299,9 @@ def _gated_gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
             "scales": torch.rand(-(-GEMM_K // 16), n).to(dtype) + 0.5,
             "zeros": torch.rand(-(-GEMM_K // 16), n).to(dtype) * 2**bits,
             "bias": torch.randn(n),
+            "norm_weight": torch.rand(GEMM_K).to(dtype),
+            "norm_eps": 1e-5,
+            "norm_weight_offset": 1.0,
             **_gated_to_fp8(torch.randn(tokens, GEMM_N).to(dtype)),
         }
 

@@ -89,7 +89,7 @@ SIZES = [
         (f"int{bits}_gemm", name, dim)
         for bits in (2, 3, 4, 8)
         for name, dims in (("x", 1), ("qweight", 3), ("scales", 2), ("zeros", 2), ("perm", 1),
-                           ("bias", 1))
+                           ("bias", 1), ("norm_weight", 1))
         for dim in (range(dims) if name != "x" else [1])
     ],
     *[

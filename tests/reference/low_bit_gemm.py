@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.epilogue import epilogue
+from tests.reference.norm import rms_norm
 from tests.reference.threads import single_threaded
 
 TILE = 64
@@ -96,13 +97,20 @@ def low_bit_gemm(
     group_size: int = 128,
     perm: Tensor | None = None,
     bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Tensor:
-    """x W^T + bias, the weight rounded to `dtype` first, and the `epilogue`."""
+    """x W^T + bias, the weight rounded to `dtype` first, and the `epilogue`; x is normalised if
+    there is a norm_weight.
+    """
     weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1]).to(
         dtype
     )
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, weight_offset=norm_weight_offset, dtype=dtype)
     if perm is not None:
         x = x[:, perm.long()]
     out = x.to(dtype) @ weight.T
