@@ -61,7 +61,10 @@ void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scal
                       const std::string& activation, bool gated,
                       const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
                       std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
-                      double norm_eps, double norm_weight_offset, const Tensor& out) {
+                      double norm_eps, double norm_weight_offset,
+                      const std::optional<Tensor>& outlier_offsets,
+                      const std::optional<Tensor>& outlier_columns,
+                      const std::optional<Tensor>& outlier_values, const Tensor& out) {
   kOut({kBits,
         x,
         qweight,
@@ -71,7 +74,8 @@ void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scal
         perm,
         bias,
         {activation, gated, residual, out_scale, out_dtype},
-        {norm_weight, norm_eps, norm_weight_offset}},
+        {norm_weight, norm_eps, norm_weight_offset},
+        {outlier_offsets, outlier_columns, outlier_values}},
        out);
 }
 
@@ -82,7 +86,10 @@ Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales
                     const std::string& activation, bool gated,
                     const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
                     std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
-                    double norm_eps, double norm_weight_offset) {
+                    double norm_eps, double norm_weight_offset,
+                    const std::optional<Tensor>& outlier_offsets,
+                    const std::optional<Tensor>& outlier_columns,
+                    const std::optional<Tensor>& outlier_values) {
   constexpr const char* op = low_bit_gemm_name(kBits);
   FI_CHECK(x.dim() == 2, op, "x: expected 2 dimensions [M, K], got ", x.dim());
   FI_CHECK(scales.dim() == 2, op, "scales: expected 2 dimensions [ceil(K / group_size), N], got ",
@@ -91,7 +98,8 @@ Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales
                                         out_dtype.value_or(x.scalar_type()));
   low_bit_gemm_out<kBits, kOut>(x, qweight, scales, zeros, group_size, perm, bias, activation,
                                 gated, residual, out_scale, out_dtype, norm_weight, norm_eps,
-                                norm_weight_offset, out);
+                                norm_weight_offset, outlier_offsets, outlier_columns,
+                                outlier_values, out);
   return out;
 }
 

@@ -1,6 +1,6 @@
 // The door of the low-bit matrix products, the same for every backend: tensors in, a problem of raw
-// pointers out. The entries of perm are contents and are checked where they can be read
-// (cpu/low_bit_gemm.cpp).
+// pointers out. The entries of perm and of the outliers' offsets and columns are contents and are
+// checked where they can be read (cpu/low_bit_gemm.cpp).
 #pragma once
 
 #include "../torch_utils.h"
@@ -19,6 +19,13 @@ struct NormPrologueInputs {
   double weight_offset;
 };
 
+// Weights beside the codes: all three tensors or none.
+struct OutlierInputs {
+  const std::optional<Tensor>& offsets;
+  const std::optional<Tensor>& columns;
+  const std::optional<Tensor>& values;
+};
+
 // Arguments as the ops receive them.
 struct LowBitGemmInputs {
   int bits;
@@ -31,6 +38,17 @@ struct LowBitGemmInputs {
   const std::optional<Tensor>& bias;
   EpilogueInputs epilogue;
   NormPrologueInputs norm;
+  OutlierInputs outliers;
+};
+
+// A sparse matrix [N, K] that is added to W: feature n has the entries [offsets[n], offsets[n +
+// 1]).
+struct Outliers {
+  const int32_t* offsets;  // [N + 1], or null: there are none
+  const int32_t* columns;  // [count]: of W, so that perm is applied to them
+  const void* values;      // [count]
+  ScalarType dtype;        // of values
+  int64_t count;
 };
 
 // W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]), g = k / group_size; zeros that are null stand
@@ -55,6 +73,7 @@ struct LowBitGemmProblem {
   ScalarType norm_weight_dtype;
   float norm_eps;
   float norm_weight_offset;
+  Outliers outliers;
   Epilogue epilogue;
   ScalarType out_dtype;
   void* out;  // [M, epilogue.width]
@@ -64,6 +83,34 @@ struct LowBitGemmProblem {
 // The name of an op with codes of so many bits, as messages carry it.
 constexpr const char* low_bit_gemm_name(int bits) {
   return bits == 2 ? "int2_gemm" : bits == 3 ? "int3_gemm" : bits == 4 ? "int4_gemm" : "int8_gemm";
+}
+
+inline Outliers check_outliers(const OutlierInputs& inputs, int64_t n, const Arg& x,
+                               const Arg& out) {
+  const int given =
+      inputs.offsets.has_value() + inputs.columns.has_value() + inputs.values.has_value();
+  FI_CHECK(given == 0 || given == 3, x.op,
+           "outlier_offsets, outlier_columns, outlier_values: expected all three or none, got ",
+           given, " of them");
+  if (given == 0) return {};
+  const Arg offsets = read_arg(x.op, "outlier_offsets", *inputs.offsets);
+  expect_dtype(offsets, {ScalarType::Int});
+  expect_shape(offsets, {n + 1});
+  const Arg columns = read_arg(x.op, "outlier_columns", *inputs.columns);
+  expect_dtype(columns, {ScalarType::Int});
+  expect_rank(columns, 1, "[outliers]");
+  const Arg values = read_arg(x.op, "outlier_values", *inputs.values);
+  expect_float(values);
+  expect_shape(values, {columns.size(0)});
+  FI_CHECK(columns.size(0) <= INT32_MAX, x.op, "outlier_columns: expected at most ", INT32_MAX,
+           " entries, as outlier_offsets count them, got ", columns.size(0));
+  for (const Arg& arg : {offsets, columns, values}) {
+    expect_contiguous(arg);
+    expect_same_device(arg, x);
+    expect_no_overlap(out, arg);
+  }
+  return {static_cast<const int32_t*>(offsets.data), static_cast<const int32_t*>(columns.data),
+          values.data, values.dtype, columns.size(0)};
 }
 
 inline LowBitGemmProblem check_low_bit_gemm(const LowBitGemmInputs& inputs,
@@ -150,6 +197,7 @@ inline LowBitGemmProblem check_low_bit_gemm(const LowBitGemmInputs& inputs,
     p.norm_eps = static_cast<float>(inputs.norm.eps);
     p.norm_weight_offset = static_cast<float>(inputs.norm.weight_offset);
   }
+  p.outliers = check_outliers(inputs.outliers, n, x, out);
   if (inputs.bias.has_value()) {
     const Arg bias = read_arg(op, "bias", *inputs.bias);
     expect_shape(bias, {n});

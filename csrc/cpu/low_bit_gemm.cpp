@@ -32,9 +32,28 @@ void check_perm(const LowBitGemmProblem& p) {
   }
 }
 
+void check_outlier_contents(const LowBitGemmProblem& p) {
+  const Outliers& o = p.outliers;
+  if (o.offsets == nullptr) return;
+  FI_CHECK(o.offsets[0] == 0, p.op, "outlier_offsets: expected 0 at first, got ", o.offsets[0]);
+  for (int64_t i = 1; i <= p.n; ++i) {
+    FI_CHECK(o.offsets[i] >= o.offsets[i - 1], p.op,
+             "outlier_offsets: expected ascending numbers, got ", o.offsets[i], " after ",
+             o.offsets[i - 1], " at index ", i);
+  }
+  FI_CHECK(o.offsets[p.n] == o.count, p.op, "outlier_offsets: expected ", o.count,
+           " at last, as outlier_columns has entries, got ", o.offsets[p.n]);
+  for (int64_t i = 0; i < o.count; ++i) {
+    FI_CHECK(o.columns[i] >= 0 && o.columns[i] < p.k, p.op,
+             "outlier_columns: expected values in [0, ", p.k, ") as x has columns, got ",
+             o.columns[i], " at index ", i);
+  }
+}
+
 void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
   const LowBitGemmProblem p = check_low_bit_gemm(inputs, out);
   check_perm(p);
+  check_outlier_contents(p);
   if (p.m == 0) return;
   const auto& norm = inputs.norm;
   const Tensor x = p.norm_weight == nullptr
@@ -51,6 +70,10 @@ void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
                             p.perm,
                             p.bias,
                             element_index(p.bias_dtype),
+                            p.outliers.offsets,
+                            p.outliers.columns,
+                            p.outliers.values,
+                            element_index(p.outliers.dtype),
                             p.n,
                             p.k,
                             p.group_size,

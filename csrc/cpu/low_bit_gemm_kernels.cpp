@@ -130,6 +130,33 @@ void multiply(int64_t rows, const float (*x)[kTile], const float* panel, int64_t
   });
 }
 
+// y += x times the outliers of features [first, first + width), some entries of a feature at a
+// time.
+void add_outliers(const LowBitGemmArgs& args, int64_t first, int64_t width, int64_t row_begin,
+                  int64_t row_end, float* y) {
+  constexpr int64_t kEntries = 64;
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t last = args.outlier_offsets[first + i + 1];
+    for (int64_t entry = args.outlier_offsets[first + i]; entry < last; entry += kEntries) {
+      const int64_t count = last - entry < kEntries ? last - entry : kEntries;
+      int32_t column[kEntries];
+      alignas(32) float value[kEntries] = {};
+      alignas(32) float x[kEntries] = {};
+      for (int64_t j = 0; j < count; ++j) {
+        const int32_t of_weight = args.outlier_columns[entry + j];
+        column[j] = args.perm == nullptr ? of_weight : args.perm[of_weight];
+      }
+      read(args.outlier_values, args.outlier_type, entry, nullptr, count, value);
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        read(args.x, args.x_type, row * args.x_row_stride, column, count, x);
+        vf product = {};
+        for (int64_t j = 0; j < count; j += kLanes) product += load(x + j) * load(value + j);
+        y[(row - row_begin) * kTile + i] += sum(product);
+      }
+    }
+  }
+}
+
 // y [rows, 64] of a tile of features, anything where there are none.
 template <int kBits>
 void product(const LowBitGemmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end,
@@ -181,6 +208,7 @@ void product(const LowBitGemmArgs& args, int64_t tile, int64_t row_begin, int64_
     k = end;
   }
 
+  if (args.outlier_offsets != nullptr) add_outliers(args, first, width, row_begin, row_end, y);
   if (args.bias != nullptr) read(args.bias, args.bias_type, first, nullptr, width, bias);
   for (int64_t row = row_begin; row < row_end; ++row) {
     float* sums = y + (row - row_begin) * kTile;

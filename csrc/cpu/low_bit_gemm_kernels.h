@@ -22,6 +22,10 @@ struct LowBitGemmArgs {
   const int32_t* perm;  // [K] or null
   const void* bias;     // [N] or null
   int bias_type;
+  const int32_t* outlier_offsets;  // [N + 1], or null: there are no outliers
+  const int32_t* outlier_columns;
+  const void* outlier_values;
+  int outlier_type;
   int64_t n, k;
   int64_t group_size;  // a multiple of 16
   EpilogueArgs epilogue;

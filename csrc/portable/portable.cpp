@@ -92,6 +92,7 @@ void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
                                                              norm.weight_offset);
   call_portable("fastinfer::_portable_low_bit_gemm", int64_t{p.bits}, x, inputs.qweight,
                 inputs.scales, inputs.zeros, p.group_size, inputs.perm, inputs.bias,
+                inputs.outliers.offsets, inputs.outliers.columns, inputs.outliers.values,
                 static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
                 inputs.epilogue.residual, inputs.epilogue.out_scale, out);
 }

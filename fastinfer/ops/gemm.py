@@ -52,11 +52,15 @@ def _low_bit_gemm(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    outlier_offsets: Tensor | None = None,
+    outlier_columns: Tensor | None = None,
+    outlier_values: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with a weight of {bits}-bit codes, and what comes before and after it.
 
         y = x W^T + bias,   W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]),   g = k // group_size
+        W[n, columns[i]] += values[i],   offsets[n] <= i < offsets[n + 1],   if there are outliers
         h = act(y), or act(y[:, :N / 2]) * y[:, N / 2:] if gated
         out = h + residual, or the 8-bit codes of (h + residual) / out_scale
 
@@ -84,25 +88,34 @@ def _low_bit_gemm(
         out_dtype: of the result: x's, float8_e4m3fn or int8. None: that of `out`, or x's.
         norm_weight: [K], x's dtype or fp32, or None: x is not normalised.
         norm_eps, norm_weight_offset: as in `rms_norm`.
+        outlier_offsets, outlier_columns, outlier_values: weights beside the codes, all three or
+            None: a sparse matrix [N, K] that is added to W, by features (CSR). Feature n has the
+            entries offsets[n] to offsets[n + 1] (without), any number of them; entry i is
+            values[i] in column columns[i] of W (with `perm`, it multiplies x[:, perm[columns[i]]]).
+            int32 [N + 1], ascending from 0 to the number of entries; int32 [entries], values in
+            [0, K); fp32, bf16 or fp16 [entries].
         out: [M, N], or [M, N / 2] if gated, dense in its rows; receives the result.
 
     Returns:
         [M, N], or [M, N / 2] if gated (`out` if given).
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit; on CPU also an entry of perm outside
-            [0, K), which on a GPU makes NaN.
+        ValueError: shapes, dtypes or strides do not fit; on CPU also an entry of perm or of
+            outlier_columns outside [0, K), which on a GPU makes NaN, and offsets that are not as
+            above, which on a GPU may take other entries, but none outside.
 
     A NaN of x or of the residual stays in its row; float8_e4m3fn has a code for it, int8 shows it
     as 0. On CPU a row's bits do not depend on the other rows; on a GPU sums may be ordered
     otherwise for another number of rows.
 
     Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers", 2022; Lin et al., "AWQ: Activation-aware Weight Quantization", 2023.
+    Transformers", 2022; Lin et al., "AWQ: Activation-aware Weight Quantization", 2023; outliers:
+    Dettmers et al., "SpQR: A Sparse-Quantized Representation for Near-Lossless LLM Weight
+    Compression", 2023.
     """
     refuse_grad(
         op, x=x, scales=scales, zeros=zeros, bias=bias, residual=residual, out_scale=out_scale,
-        norm_weight=norm_weight, out=out,
+        norm_weight=norm_weight, outlier_values=outlier_values, out=out,
     )  # fmt: skip
     if out is None:
         m, n = _product_shape(op, x, scales)
@@ -124,6 +137,9 @@ def _low_bit_gemm(
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         norm_weight_offset=norm_weight_offset,
+        outlier_offsets=outlier_offsets,
+        outlier_columns=outlier_columns,
+        outlier_values=outlier_values,
         out=out,
     )
     return out
@@ -181,13 +197,17 @@ def _check_gemm(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    outlier_offsets: Tensor | None = None,
+    outlier_columns: Tensor | None = None,
+    outlier_values: Tensor | None = None,
     out: Tensor | None = None,
     **epilogue: Any,
 ) -> tuple[tuple[Size, Size], torch.dtype]:
     """The result's shape and dtype."""
     check_devices(
         op, x=x, qweight=qweight, scales=scales, zeros=zeros, perm=perm, bias=bias,
-        norm_weight=norm_weight,
+        norm_weight=norm_weight, outlier_offsets=outlier_offsets, outlier_columns=outlier_columns,
+        outlier_values=outlier_values,
     )  # fmt: skip
     for name, tensor in (("x", x), ("scales", scales)):
         check(op, tensor.is_floating_point(), f"{name}: expected floats, got {tensor.dtype}")
@@ -209,6 +229,15 @@ def _check_gemm(
         if vector is not None:
             dtype = torch.float32 if vector.dtype != x.dtype else x.dtype
             check_out(op, name, vector, (size,), dtype)
+    outliers = (outlier_offsets, outlier_columns, outlier_values)
+    given = sum(tensor is not None for tensor in outliers)
+    names = "outlier_offsets, outlier_columns, outlier_values"
+    check(op, given in (0, 3), f"{names}: expected all three or none, got {given} of them")
+    if outlier_offsets is not None and outlier_columns is not None and outlier_values is not None:
+        check_out(op, "outlier_offsets", outlier_offsets, (n + 1,), torch.int32)
+        entries = (outlier_columns.numel(),)
+        check_out(op, "outlier_columns", outlier_columns, entries, torch.int32)
+        check_out(op, "outlier_values", outlier_values, entries, outlier_values.dtype)
     check(op, norm_eps >= 0, f"norm_eps: expected a number >= 0, got {norm_eps}")
     dtype = out_dtype or (x.dtype if out is None else out.dtype)
     return check_epilogue(op, x, shape, dtype, (x.dtype,), out=out, **epilogue), dtype

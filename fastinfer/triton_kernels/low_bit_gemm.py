@@ -174,7 +174,38 @@ def _words_of_3_bits(
     return words
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit
+def _add_outliers(
+    acc,  # [features, rows]
+    x_ptr, row, inside_m, x_stride, k,
+    feature, inside_n, perm_ptr, offsets_ptr, columns_ptr, values_ptr, num_outliers,
+    HAS_PERM: tl.constexpr,
+):  # fmt: skip
+    """acc + outliers x^T: the features' entries one after the other, all features at a time.
+
+    Nothing outside x and the entries is read whatever these are; a column outside makes NaN.
+    """
+    begin = tl.load(offsets_ptr + feature, mask=inside_n, other=0)
+    end = tl.load(offsets_ptr + feature + 1, mask=inside_n, other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), num_outliers)
+    end = tl.minimum(tl.maximum(end, 0), num_outliers)
+    x_rows = x_ptr + row.to(tl.int64)[None, :] * x_stride
+    # Not in stages: an entry says where the next load is.
+    for i in tl.range(0, tl.max(end - begin, axis=0), num_stages=1):
+        there = i < end - begin
+        column = tl.load(columns_ptr + begin + i, mask=there, other=0)
+        value = to_float(tl.load(values_ptr + begin + i, mask=there, other=0.0))
+        known = (column >= 0) & (column < k)
+        if HAS_PERM:
+            column = tl.load(perm_ptr + column, mask=there & known, other=0)
+            known &= (column >= 0) & (column < k)
+        mask = (there & known)[:, None] & inside_m[None, :]
+        x = to_float(tl.load(x_rows + column[:, None], mask=mask, other=0.0))
+        acc += tl.where(known, value, float("nan"))[:, None] * x
+    return acc
+
+
+@triton.jit(do_not_specialize=["m", "num_outliers"])
 def low_bit_gemm_kernel(
     x_ptr,  # [M, K]
     qweight_ptr,  # [ceil(N / 64), ceil(K / 64), BITS * 128]
@@ -182,6 +213,9 @@ def low_bit_gemm_kernel(
     zeros_ptr,  # [groups, N] or None
     perm_ptr,  # [K] or None
     bias_ptr,  # [N] or None
+    outlier_offsets_ptr,  # [N + 1] or None
+    outlier_columns_ptr,  # [num_outliers] or None
+    outlier_values_ptr,  # likewise
     residual_ptr,  # like out, or None
     out_scale_ptr,  # [1, 1] or None
     out_ptr,  # [M, N], or [M, N / 2] if gated; bytes if fp8
@@ -189,6 +223,7 @@ def low_bit_gemm_kernel(
     n,
     k,
     group_size,
+    num_outliers,
     x_stride,
     residual_stride,
     out_stride,
@@ -199,6 +234,7 @@ def low_bit_gemm_kernel(
     HAS_ZEROS: tl.constexpr,
     HAS_PERM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -267,6 +303,11 @@ def low_bit_gemm_kernel(
             part -= (zero - MIDDLE)[:, None] * tl.sum(to_float(x), axis=1)[None, :]
         acc += scale[:, None] * part
 
+    if HAS_OUTLIERS:
+        acc = _add_outliers(
+            acc, x_ptr, row, inside_m, x_stride, k, feature, inside_n, perm_ptr,
+            outlier_offsets_ptr, outlier_columns_ptr, outlier_values_ptr, num_outliers, HAS_PERM,
+        )  # fmt: skip
     if HAS_BIAS:
         acc += to_float(tl.load(bias_ptr + feature, mask=inside_n, other=0.0))[:, None]
     column = first_tile * _TILE + tl.arange(0, COLUMNS)
@@ -286,6 +327,9 @@ def low_bit_gemm(
     group_size: int,
     perm: Tensor | None,
     bias: Tensor | None,
+    outlier_offsets: Tensor | None,
+    outlier_columns: Tensor | None,
+    outlier_values: Tensor | None,
     activation: int,
     gated: bool,
     residual: Tensor | None,
@@ -298,8 +342,8 @@ def low_bit_gemm(
         # Packed tiles hold gates and what other gates multiply.
         y = torch.empty((m, n), dtype=torch.float32, device=x.device)
         low_bit_gemm(
-            bits, x, qweight, scales, zeros, group_size, perm, bias, NONE.value, False, None, None,
-            y,
+            bits, x, qweight, scales, zeros, group_size, perm, bias, outlier_offsets,
+            outlier_columns, outlier_values, NONE.value, False, None, None, y,
         )  # fmt: skip
         gated_epilogue(y, activation, residual, out_scale, out)
         return
@@ -315,6 +359,9 @@ def low_bit_gemm(
         zeros,
         perm,
         bias,
+        outlier_offsets,
+        outlier_columns,
+        outlier_values,
         residual,
         out_scale,
         storable(out),
@@ -322,6 +369,7 @@ def low_bit_gemm(
         n,
         k,
         group_size,
+        0 if outlier_columns is None else outlier_columns.numel(),
         x.stride(0),
         row_stride(residual),
         out.stride(0),
@@ -332,6 +380,7 @@ def low_bit_gemm(
         HAS_ZEROS=zeros is not None,
         HAS_PERM=perm is not None,
         HAS_BIAS=bias is not None,
+        HAS_OUTLIERS=outlier_offsets is not None,
         **epilogue_constants(activation, gated, residual, out),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -302,6 +302,9 @@ def _gated_gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
             "norm_weight": torch.rand(GEMM_K).to(dtype),
             "norm_eps": 1e-5,
             "norm_weight_offset": 1.0,
+            "outlier_offsets": torch.arange(n + 1, dtype=torch.int32) // 2,
+            "outlier_columns": torch.randint(0, GEMM_K, (n // 2,), dtype=torch.int32),
+            "outlier_values": torch.randn(n // 2),
             **_gated_to_fp8(torch.randn(tokens, GEMM_N).to(dtype)),
         }
 

@@ -14,6 +14,7 @@ from tests.ops.op_inputs import MUTATED, OPS, OUTPUTS, Arguments, everything, ma
 INTEGERS = {
     "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
     "positions", "top_k", "seeds", "qweight", "perm", "a_zero",
+    "outlier_offsets", "outlier_columns",
 }  # fmt: skip
 
 # The same, where the name holds floats elsewhere.
@@ -89,7 +90,8 @@ SIZES = [
         (f"int{bits}_gemm", name, dim)
         for bits in (2, 3, 4, 8)
         for name, dims in (("x", 1), ("qweight", 3), ("scales", 2), ("zeros", 2), ("perm", 1),
-                           ("bias", 1), ("norm_weight", 1))
+                           ("bias", 1), ("norm_weight", 1), ("outlier_offsets", 1),
+                           ("outlier_columns", 1), ("outlier_values", 1))
         for dim in (range(dims) if name != "x" else [1])
     ],
     *[

@@ -44,6 +44,7 @@ def gemm(
     zeros: bool = False,
     perm: bool = False,
     bias: bool = False,
+    outliers: int | None = None,
     activation: tl.constexpr = NONE,
     gated: bool = False,
     residual: bool = False,
@@ -52,6 +53,10 @@ def gemm(
     """Arguments of `low_bit_gemm.low_bit_gemm`."""
     scales = torch.empty(-(-k // group_size), n, dtype=scale_dtype or dtype)
     columns = n // 2 if gated else n
+    beside: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if outliers is not None:
+        offsets, at = (torch.empty(size, dtype=torch.int32) for size in (n + 1, outliers))
+        beside = (offsets, at, torch.empty(outliers, dtype=dtype))
     return (
         bits,
         torch.empty(m, k, dtype=dtype),
@@ -61,6 +66,7 @@ def gemm(
         group_size,
         torch.empty(k, dtype=torch.int32) if perm else None,
         torch.empty(n) if bias else None,
+        *beside,
         activation.value,
         gated,
         torch.empty(m, columns, dtype=dtype) if residual else None,
@@ -98,6 +104,10 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "4 bits, 1 row, 64 KB": ("64KB", gemm(4, 1, perm=True)),
     "fp32": ("227KB", gemm(4, 4096, dtype=FP32, zeros=True)),
     "fp32, 64 KB": ("64KB", gemm(8, 40, dtype=FP32, group_size=32, k=4090)),
+    "outliers, 1 row": ("227KB", gemm(2, 1, outliers=4096 * 41)),
+    "outliers, many rows": ("227KB", gemm(3, 4096, outliers=4096 * 41)),
+    "outliers, many rows, 163 KB": ("163KB", gemm(3, 4096, outliers=100, zeros=True)),
+    "outliers, fp32, 64 KB": ("64KB", gemm(2, 40, dtype=FP32, outliers=100)),
     "gelu, residual": ("227KB", gemm(4, 4096, activation=GELU_ERF, residual=True)),
     "silu, fp8": ("227KB", gemm(4, 16, activation=SILU, out_dtype=FP8)),
     "gates, 1 row, int8": ("227KB", gemm(4, 1, activation=SILU, gated=True, out_dtype=INT8)),
@@ -128,7 +138,7 @@ def test_compiles_into_what_the_device_has(case: str, tmp_path: Path) -> None:
     name, arguments = CASES[case]
     device = DEVICES[name]
     compiled = launch_of(arguments, device).compile(CAPABILITY[name])
-    bits, x, scales, gated = arguments[0], arguments[1], arguments[3], arguments[9]
+    bits, x, scales, gated = arguments[0], arguments[1], arguments[3], arguments[12]
     config = gemm_config(
         device, m=x.shape[0], n=scales.shape[1], bits=bits, itemsize=x.element_size(), gated=gated
     )

@@ -17,7 +17,8 @@ namespace {
 // 32 bits.
 bool supports(const LowBitGemmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.dtype == ScalarType::Float) return false;
-  if (!p.epilogue.nothing() || p.norm_weight != nullptr) return false;
+  if (!p.epilogue.nothing() || p.norm_weight != nullptr || p.outliers.offsets != nullptr)
+    return false;
   const int64_t vectors = (p.n + 63) / 64 * ((p.k + 63) / 64) * p.bits * 32;
   const bool counted = vectors <= kMostIndices && p.m <= kMostIndices / 2 &&
                        p.k <= kMostIndices / 2 && p.n <= kMostIndices / 2;
