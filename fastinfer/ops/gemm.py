@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
 from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
-from fastinfer.ops._epilogue import Size, check_epilogue, result_columns
+from fastinfer.ops._epilogue import Size, check_epilogue, given_options, result_columns
 
 _BITS = {f"int{bits}_gemm": bits for bits in (2, 3, 4, 8)}
 _OUT = {op: getattr(torch.ops.fastinfer, op).out for op in _BITS}
@@ -121,27 +121,18 @@ def _low_bit_gemm(
         m, n = _product_shape(op, x, scales)
         dtype = x.dtype if out_dtype is None else out_dtype
         out = torch.empty((m, result_columns(n, gated)), dtype=dtype, device=x.device)
-    _OUT[op](
-        x,
-        qweight,
-        scales,
-        zeros,
-        group_size=group_size,
-        perm=perm,
-        bias=bias,
-        activation=activation,
-        gated=gated,
-        residual=residual,
-        out_scale=out_scale,
-        out_dtype=out_dtype,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        norm_weight_offset=norm_weight_offset,
-        outlier_offsets=outlier_offsets,
-        outlier_columns=outlier_columns,
+    options = given_options(
+        activation, gated, perm=perm, bias=bias, residual=residual, out_scale=out_scale,
+        out_dtype=out_dtype, outlier_offsets=outlier_offsets, outlier_columns=outlier_columns,
         outlier_values=outlier_values,
-        out=out,
-    )
+    )  # fmt: skip
+    if norm_weight is not None:
+        options |= {
+            "norm_weight": norm_weight,
+            "norm_eps": norm_eps,
+            "norm_weight_offset": norm_weight_offset,
+        }
+    _OUT[op](x, qweight, scales, zeros, group_size=group_size, **options, out=out)
     return out
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
 from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
-from fastinfer.ops._epilogue import QUANTIZED, Size, check_epilogue, result_columns
+from fastinfer.ops._epilogue import QUANTIZED, Size, check_epilogue, given_options, result_columns
 
 _fp8_scaled_mm_out = torch.ops.fastinfer.fp8_scaled_mm.out
 _int8_scaled_mm_out = torch.ops.fastinfer.int8_scaled_mm.out
@@ -92,19 +92,10 @@ def fp8_scaled_mm(
     )  # fmt: skip
     if out is None:
         out = _new_result("fp8_scaled_mm", a, b, gated, out_dtype)
-    _fp8_scaled_mm_out(
-        a,
-        b,
-        a_scale,
-        b_scale,
-        bias,
-        out_dtype=out_dtype,
-        activation=activation,
-        gated=gated,
-        residual=residual,
-        out_scale=out_scale,
-        out=out,
+    options = given_options(
+        activation, gated, residual=residual, out_scale=out_scale, out_dtype=out_dtype
     )
+    _fp8_scaled_mm_out(a, b, a_scale, b_scale, bias, **options, out=out)
     return out
 
 
@@ -152,20 +143,10 @@ def int8_scaled_mm(
     )  # fmt: skip
     if out is None:
         out = _new_result("int8_scaled_mm", a, b, gated, out_dtype)
-    _int8_scaled_mm_out(
-        a,
-        b,
-        a_scale,
-        b_scale,
-        a_zero,
-        bias,
-        out_dtype=out_dtype,
-        activation=activation,
-        gated=gated,
-        residual=residual,
-        out_scale=out_scale,
-        out=out,
+    options = given_options(
+        activation, gated, residual=residual, out_scale=out_scale, out_dtype=out_dtype
     )
+    _int8_scaled_mm_out(a, b, a_scale, b_scale, a_zero, bias, **options, out=out)
     return out
 
 
