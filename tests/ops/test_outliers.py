@@ -113,9 +113,10 @@ def test_odd_sizes(backend: Backend, n: int, k: int) -> None:
 def test_none_at_all(backend: Backend) -> None:
     """An empty matrix is no matrix; and no rows, no result."""
     arguments = make(4, 3, [0] * 70, 100, device=backend.device)
-    out = backend.ops.int4_gemm(**arguments)
-    plain = {name: x for name, x in arguments.items() if not name.startswith("outlier")}
-    assert_bit_equal(out, backend.ops.int4_gemm(**plain))
+    out = check(backend, 4, arguments)
+    if backend.name != "cuda":  # where another kernel may order sums otherwise
+        plain = {name: x for name, x in arguments.items() if not name.startswith("outlier")}
+        assert_bit_equal(out, backend.ops.int4_gemm(**plain))
     arguments = make(4, 0, [2] * 70, 100, device=backend.device)
     assert backend.ops.int4_gemm(**arguments).shape == (0, 70)
 
