@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -52,25 +53,53 @@ Tensor gelu_and_mul(const Tensor& x, bool tanh_approx) {
   return out;
 }
 
-// A backend's low-bit matrix product is one function for all bits, kOut(bits, x, ..., out).
+// A backend's low-bit matrix product is one function for all bits, kOut(inputs, out).
 template <int kBits, auto kOut>
 void low_bit_gemm_out(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                       const std::optional<Tensor>& zeros, int64_t group_size,
                       const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
-                      const Tensor& out) {
-  kOut(kBits, x, qweight, scales, zeros, group_size, perm, bias, out);
+                      const std::string& activation, bool gated,
+                      const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
+                      std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
+                      double norm_eps, double norm_weight_offset,
+                      const std::optional<Tensor>& outlier_offsets,
+                      const std::optional<Tensor>& outlier_columns,
+                      const std::optional<Tensor>& outlier_values, const Tensor& out) {
+  kOut({kBits,
+        x,
+        qweight,
+        scales,
+        zeros,
+        group_size,
+        perm,
+        bias,
+        {activation, gated, residual, out_scale, out_dtype},
+        {norm_weight, norm_eps, norm_weight_offset},
+        {outlier_offsets, outlier_columns, outlier_values}},
+       out);
 }
 
 template <int kBits, auto kOut>
 Tensor low_bit_gemm(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                     const std::optional<Tensor>& zeros, int64_t group_size,
-                    const std::optional<Tensor>& perm, const std::optional<Tensor>& bias) {
+                    const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
+                    const std::string& activation, bool gated,
+                    const std::optional<Tensor>& residual, const std::optional<Tensor>& out_scale,
+                    std::optional<ScalarType> out_dtype, const std::optional<Tensor>& norm_weight,
+                    double norm_eps, double norm_weight_offset,
+                    const std::optional<Tensor>& outlier_offsets,
+                    const std::optional<Tensor>& outlier_columns,
+                    const std::optional<Tensor>& outlier_values) {
   constexpr const char* op = low_bit_gemm_name(kBits);
   FI_CHECK(x.dim() == 2, op, "x: expected 2 dimensions [M, K], got ", x.dim());
   FI_CHECK(scales.dim() == 2, op, "scales: expected 2 dimensions [ceil(K / group_size), N], got ",
            scales.dim());
-  Tensor out = torch::stable::new_empty(x, {x.size(0), scales.size(1)});
-  kOut(kBits, x, qweight, scales, zeros, group_size, perm, bias, out);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), result_columns(scales.size(1), gated)},
+                                        out_dtype.value_or(x.scalar_type()));
+  low_bit_gemm_out<kBits, kOut>(x, qweight, scales, zeros, group_size, perm, bias, activation,
+                                gated, residual, out_scale, out_dtype, norm_weight, norm_eps,
+                                norm_weight_offset, outlier_offsets, outlier_columns,
+                                outlier_values, out);
   return out;
 }
 
@@ -87,44 +116,73 @@ void register_low_bit_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("int8_gemm.out", TORCH_BOX((&low_bit_gemm_out<8, kOut>)));
 }
 
-// A backend's scaled product is one function for both formats, kOut(format, a, ..., out).
+// A backend's scaled product is one function for both formats, kOut(inputs, out).
 template <auto kOut>
 void fp8_scaled_mm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                        const Tensor& b_scale, const std::optional<Tensor>& bias,
-                       std::optional<ScalarType> out_dtype, const Tensor& out) {
-  kOut(MmFormat::kFp8, a, b, a_scale, b_scale, std::nullopt, bias, out_dtype, out);
+                       std::optional<ScalarType> out_dtype, const std::string& activation,
+                       bool gated, const std::optional<Tensor>& residual,
+                       const std::optional<Tensor>& out_scale, const Tensor& out) {
+  kOut({MmFormat::kFp8,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        std::nullopt,
+        bias,
+        {activation, gated, residual, out_scale, out_dtype}},
+       out);
 }
 
 template <auto kOut>
 void int8_scaled_mm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                         const Tensor& b_scale, const std::optional<Tensor>& a_zero,
                         const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
-                        const Tensor& out) {
-  kOut(MmFormat::kInt8, a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+                        const std::string& activation, bool gated,
+                        const std::optional<Tensor>& residual,
+                        const std::optional<Tensor>& out_scale, const Tensor& out) {
+  kOut({MmFormat::kInt8,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        a_zero,
+        bias,
+        {activation, gated, residual, out_scale, out_dtype}},
+       out);
 }
 
-inline Tensor new_product(MmFormat format, const Tensor& a, const Tensor& b,
+inline Tensor new_product(MmFormat format, const Tensor& a, const Tensor& b, bool gated,
                           std::optional<ScalarType> out_dtype) {
   const char* op = scaled_mm_name(format);
   FI_CHECK(a.dim() == 2, op, "a: expected 2 dimensions [M, K], got ", a.dim());
   FI_CHECK(b.dim() == 2, op, "b: expected 2 dimensions [N, K], got ", b.dim());
-  return torch::stable::new_empty(a, {a.size(0), b.size(0)}, scaled_mm_dtype(format, out_dtype));
+  return torch::stable::new_empty(a, {a.size(0), result_columns(b.size(0), gated)},
+                                  out_dtype.value_or(ScalarType::BFloat16));
 }
 
 template <auto kOut>
 Tensor fp8_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
-                     const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype) {
-  Tensor out = new_product(MmFormat::kFp8, a, b, out_dtype);
-  fp8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, bias, out_dtype, out);
+                     const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
+                     const std::string& activation, bool gated,
+                     const std::optional<Tensor>& residual,
+                     const std::optional<Tensor>& out_scale) {
+  Tensor out = new_product(MmFormat::kFp8, a, b, gated, out_dtype);
+  fp8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, bias, out_dtype, activation, gated, residual,
+                          out_scale, out);
   return out;
 }
 
 template <auto kOut>
 Tensor int8_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                       const Tensor& b_scale, const std::optional<Tensor>& a_zero,
-                      const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype) {
-  Tensor out = new_product(MmFormat::kInt8, a, b, out_dtype);
-  int8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+                      const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
+                      const std::string& activation, bool gated,
+                      const std::optional<Tensor>& residual,
+                      const std::optional<Tensor>& out_scale) {
+  Tensor out = new_product(MmFormat::kInt8, a, b, gated, out_dtype);
+  int8_scaled_mm_out<kOut>(a, b, a_scale, b_scale, a_zero, bias, out_dtype, activation, gated,
+                           residual, out_scale, out);
   return out;
 }
 

@@ -21,17 +21,25 @@
   "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, " \
   "bool batch_invariant=False"
 #define FI_OUT_LSE "Tensor(a!) out, Tensor(b!) lse) -> ()"
+// What follows a matrix product.
+#define FI_EPILOGUE \
+  "str activation='none', bool gated=False, Tensor? residual=None, Tensor? out_scale=None"
 // Codes of 2, 3, 4 and 8 bits have one signature.
-#define FI_LOW_BIT_GEMM                                              \
-  "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, " \
-  "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None"
+#define FI_LOW_BIT_GEMM                                                                          \
+  "Tensor x, Tensor qweight, Tensor scales, Tensor? zeros=None, *, "                             \
+  "SymInt group_size=128, Tensor? perm=None, Tensor? bias=None, " FI_EPILOGUE                    \
+  ", ScalarType? out_dtype=None, Tensor? norm_weight=None, float norm_eps=1e-6, float "          \
+  "norm_weight_offset=0.0, Tensor? outlier_offsets=None, Tensor? outlier_columns=None, Tensor? " \
+  "outlier_values=None"
 #define FI_FP8_SCALED_MM                                                                   \
   "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, *, ScalarType? " \
-  "out_dtype=None"
+  "out_dtype=None, " FI_EPILOGUE
 #define FI_INT8_SCALED_MM                                                                        \
   "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? a_zero=None, Tensor? bias=None, " \
-  "*, ScalarType? out_dtype=None"
+  "*, ScalarType? out_dtype=None, " FI_EPILOGUE
 #define FI_QUANTIZE_OPTIONS "Tensor? scale=None, SymInt[2] block=[1, -1]"
+#define FI_PORTABLE_EPILOGUE \
+  "SymInt activation, bool gated, Tensor? residual, Tensor? out_scale, Tensor(a!) out) -> ()"
 #define FI_PORTABLE_OPTIONS                                               \
   "float scale, SymInt window_left, SymInt window_right, float softcap, " \
   "Tensor? sinks, Tensor? tree_mask, bool batch_invariant"
@@ -101,7 +109,8 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("sample.out(Tensor logits, Tensor? temperature=None, *, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, Tensor? seeds=None, Tensor? positions=None, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
 
   // The same ops as the Triton launchers of fastinfer/triton_kernels take them: private, called from
-  // csrc/portable alone, after the checks. Scale is resolved, and causal is window_right 0.
+  // csrc/portable alone, after the checks. Scale is resolved, causal is window_right 0, and an
+  // activation is its number.
   m.def("_portable_rms_norm(Tensor x, Tensor weight, float eps, float weight_offset, Tensor(a!) out) -> ()");
   m.def("_portable_fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, float weight_offset) -> ()");
   m.def("_portable_layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, float weight_offset, Tensor(a!) out) -> ()");
@@ -114,8 +123,8 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
   m.def("_portable_append_paged_kv_cache_(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def("_portable_qk_norm_rope_append_(Tensor qkv, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset, bool interleaved, Tensor(d!)? k_scale, Tensor(e!)? v_scale) -> ()");
-  m.def("_portable_low_bit_gemm(SymInt bits, Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, SymInt group_size, Tensor? perm, Tensor? bias, Tensor(a!) out) -> ()");
-  m.def("_portable_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? a_zero, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("_portable_low_bit_gemm(SymInt bits, Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, SymInt group_size, Tensor? perm, Tensor? bias, Tensor? outlier_offsets, Tensor? outlier_columns, Tensor? outlier_values, " FI_PORTABLE_EPILOGUE);
+  m.def("_portable_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? a_zero, Tensor? bias, " FI_PORTABLE_EPILOGUE);
   m.def("_portable_sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, Tensor? positions, Tensor(a!) token_ids, Tensor(b!) valid) -> ()");
   m.def("_portable_flash_attention(Tensor q, Tensor k, Tensor v, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);
   m.def("_portable_flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, " FI_PORTABLE_OPTIONS ", Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, " FI_OUT_LSE);

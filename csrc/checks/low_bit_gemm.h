@@ -1,21 +1,62 @@
 // The door of the low-bit matrix products, the same for every backend: tensors in, a problem of raw
-// pointers out. The entries of perm are contents and are checked where they can be read
-// (cpu/low_bit_gemm.cpp).
+// pointers out. The entries of perm and of the outliers' offsets and columns are contents and are
+// checked where they can be read (cpu/low_bit_gemm.cpp).
 #pragma once
 
 #include "../torch_utils.h"
+#include "epilogue.h"
+#include "norm.h"
 
 namespace fastinfer {
 
 constexpr int64_t kLowBitTile = 64;  // features and inputs of a packed tile
 constexpr int64_t kQuantGroupUnit = 16;
 
+// RMSNorm of x's rows before all else.
+struct NormPrologueInputs {
+  const std::optional<Tensor>& weight;  // none: no norm
+  double eps;
+  double weight_offset;
+};
+
+// Weights beside the codes: all three tensors or none.
+struct OutlierInputs {
+  const std::optional<Tensor>& offsets;
+  const std::optional<Tensor>& columns;
+  const std::optional<Tensor>& values;
+};
+
+// Arguments as the ops receive them.
+struct LowBitGemmInputs {
+  int bits;
+  const Tensor& x;
+  const Tensor& qweight;
+  const Tensor& scales;
+  const std::optional<Tensor>& zeros;
+  int64_t group_size;
+  const std::optional<Tensor>& perm;
+  const std::optional<Tensor>& bias;
+  EpilogueInputs epilogue;
+  NormPrologueInputs norm;
+  OutlierInputs outliers;
+};
+
+// A sparse matrix [N, K] that is added to W: feature n has the entries [offsets[n], offsets[n +
+// 1]).
+struct Outliers {
+  const int32_t* offsets;  // [N + 1], or null: there are none
+  const int32_t* columns;  // [count]: of W, so that perm is applied to them
+  const void* values;      // [count]
+  ScalarType dtype;        // of values
+  int64_t count;
+};
+
 // W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]), g = k / group_size; zeros that are null stand
 // for 2^(bits - 1).
 struct LowBitGemmProblem {
   const char* op;
   int bits;
-  ScalarType dtype;        // of x and out
+  ScalarType dtype;        // of x
   ScalarType scale_dtype;  // of scales and zeros
   ScalarType bias_dtype;
   // group_size is a multiple of 16 always: where one group holds the whole of K, K rounded up to
@@ -23,12 +64,19 @@ struct LowBitGemmProblem {
   int64_t m, n, k, group_size, groups;
   const void* x;  // [M, K]
   int64_t x_row_stride;
-  const int32_t* qweight;  // [ceil(N / 64), ceil(K / 64), bits * 128]
-  const void* scales;      // [groups, N]
-  const void* zeros;       // [groups, N] or null
-  const int32_t* perm;     // [K] or null
-  const void* bias;        // [N] or null
-  void* out;               // [M, N]
+  const int32_t* qweight;   // [ceil(N / 64), ceil(K / 64), bits * 128]
+  const void* scales;       // [groups, N]
+  const void* zeros;        // [groups, N] or null
+  const int32_t* perm;      // [K] or null
+  const void* bias;         // [N] or null
+  const void* norm_weight;  // [K] or null: x is not normalised
+  ScalarType norm_weight_dtype;
+  float norm_eps;
+  float norm_weight_offset;
+  Outliers outliers;
+  Epilogue epilogue;
+  ScalarType out_dtype;
+  void* out;  // [M, epilogue.width]
   int64_t out_row_stride;
 };
 
@@ -37,13 +85,40 @@ constexpr const char* low_bit_gemm_name(int bits) {
   return bits == 2 ? "int2_gemm" : bits == 3 ? "int3_gemm" : bits == 4 ? "int4_gemm" : "int8_gemm";
 }
 
-inline LowBitGemmProblem check_low_bit_gemm(
-    int bits, const Tensor& x_tensor, const Tensor& qweight_tensor, const Tensor& scales_tensor,
-    const std::optional<Tensor>& zeros_tensor, int64_t group_size,
-    const std::optional<Tensor>& perm_tensor, const std::optional<Tensor>& bias_tensor,
-    const Tensor& out_tensor) {
+inline Outliers check_outliers(const OutlierInputs& inputs, int64_t n, const Arg& x,
+                               const Arg& out) {
+  const int given =
+      inputs.offsets.has_value() + inputs.columns.has_value() + inputs.values.has_value();
+  FI_CHECK(given == 0 || given == 3, x.op,
+           "outlier_offsets, outlier_columns, outlier_values: expected all three or none, got ",
+           given, " of them");
+  if (given == 0) return {};
+  const Arg offsets = read_arg(x.op, "outlier_offsets", *inputs.offsets);
+  expect_dtype(offsets, {ScalarType::Int});
+  expect_shape(offsets, {n + 1});
+  const Arg columns = read_arg(x.op, "outlier_columns", *inputs.columns);
+  expect_dtype(columns, {ScalarType::Int});
+  expect_rank(columns, 1, "[outliers]");
+  const Arg values = read_arg(x.op, "outlier_values", *inputs.values);
+  expect_float(values);
+  expect_shape(values, {columns.size(0)});
+  FI_CHECK(columns.size(0) <= INT32_MAX, x.op, "outlier_columns: expected at most ", INT32_MAX,
+           " entries, as outlier_offsets count them, got ", columns.size(0));
+  for (const Arg& arg : {offsets, columns, values}) {
+    expect_contiguous(arg);
+    expect_same_device(arg, x);
+    expect_no_overlap(out, arg);
+  }
+  return {static_cast<const int32_t*>(offsets.data), static_cast<const int32_t*>(columns.data),
+          values.data, values.dtype, columns.size(0)};
+}
+
+inline LowBitGemmProblem check_low_bit_gemm(const LowBitGemmInputs& inputs,
+                                            const Tensor& out_tensor) {
+  const int bits = inputs.bits;
+  const int64_t group_size = inputs.group_size;
   const char* op = low_bit_gemm_name(bits);
-  const Arg x = read_arg(op, "x", x_tensor);
+  const Arg x = read_arg(op, "x", inputs.x);
   expect_rank(x, 2, "[M, K]");
   expect_float(x);
   expect_dense_last(x);
@@ -55,7 +130,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
            " columns of x, got ", group_size);
   const int64_t groups = (k - 1) / group_size + 1;
 
-  const Arg scales = read_arg(op, "scales", scales_tensor);
+  const Arg scales = read_arg(op, "scales", inputs.scales);
   expect_rank(scales, 2, "[ceil(K / group_size), N]");
   expect_float(scales);
   const int64_t n = scales.size(1);
@@ -64,7 +139,7 @@ inline LowBitGemmProblem check_low_bit_gemm(
   expect_contiguous(scales);
   expect_same_device(scales, x);
 
-  const Arg qweight = read_arg(op, "qweight", qweight_tensor);
+  const Arg qweight = read_arg(op, "qweight", inputs.qweight);
   expect_dtype(qweight, {ScalarType::Int});
   expect_shape(qweight,
                {(n - 1) / kLowBitTile + 1, (k - 1) / kLowBitTile + 1, int64_t{bits} * 128});
@@ -72,11 +147,8 @@ inline LowBitGemmProblem check_low_bit_gemm(
   expect_same_device(qweight, x);
 
   const Arg out = read_arg(op, "out", out_tensor);
-  expect_same_dtype(out, x);
-  expect_shape(out, {m, n});
-  expect_dense_last(out);
-  expect_writable(out);
-  expect_same_device(out, x);
+  const Epilogue epilogue =
+      check_epilogue(inputs.epilogue, m, n, "columns of scales", x, out, {x.dtype});
   for (const Arg& read : {x, scales, qweight}) expect_no_overlap(out, read);
 
   LowBitGemmProblem p{};
@@ -93,10 +165,12 @@ inline LowBitGemmProblem check_low_bit_gemm(
   p.x_row_stride = x.stride(0);
   p.qweight = static_cast<const int32_t*>(qweight.data);
   p.scales = scales.data;
+  p.epilogue = epilogue;
+  p.out_dtype = out.dtype;
   p.out = out.data;
   p.out_row_stride = out.stride(0);
-  if (zeros_tensor.has_value()) {
-    const Arg zeros = read_arg(op, "zeros", *zeros_tensor);
+  if (inputs.zeros.has_value()) {
+    const Arg zeros = read_arg(op, "zeros", *inputs.zeros);
     expect_same_dtype(zeros, scales);
     expect_same_shape(zeros, scales);
     expect_contiguous(zeros);
@@ -104,8 +178,8 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_no_overlap(out, zeros);
     p.zeros = zeros.data;
   }
-  if (perm_tensor.has_value()) {
-    const Arg perm = read_arg(op, "perm", *perm_tensor);
+  if (inputs.perm.has_value()) {
+    const Arg perm = read_arg(op, "perm", *inputs.perm);
     expect_dtype(perm, {ScalarType::Int});
     expect_shape(perm, {k});
     expect_contiguous(perm);
@@ -113,8 +187,19 @@ inline LowBitGemmProblem check_low_bit_gemm(
     expect_no_overlap(out, perm);
     p.perm = static_cast<const int32_t*>(perm.data);
   }
-  if (bias_tensor.has_value()) {
-    const Arg bias = read_arg(op, "bias", *bias_tensor);
+  FI_CHECK(inputs.norm.eps >= 0.0, op, "norm_eps: expected a number >= 0, got ", inputs.norm.eps);
+  if (inputs.norm.weight.has_value()) {
+    const Arg weight = read_arg(op, "norm_weight", *inputs.norm.weight);
+    check_norm_vector(weight, x);
+    expect_no_overlap(out, weight);
+    p.norm_weight = weight.data;
+    p.norm_weight_dtype = weight.dtype;
+    p.norm_eps = static_cast<float>(inputs.norm.eps);
+    p.norm_weight_offset = static_cast<float>(inputs.norm.weight_offset);
+  }
+  p.outliers = check_outliers(inputs.outliers, n, x, out);
+  if (inputs.bias.has_value()) {
+    const Arg bias = read_arg(op, "bias", *inputs.bias);
     expect_shape(bias, {n});
     FI_CHECK(bias.dtype == x.dtype || bias.dtype == ScalarType::Float, op, "bias: expected dtype ",
              dtype_name(x.dtype), " as x or float32, got ", dtype_name(bias.dtype));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../torch_utils.h"
+#include "epilogue.h"
 
 namespace fastinfer {
 
@@ -13,6 +14,18 @@ enum class MmFormat { kFp8, kInt8 };
 constexpr const char* scaled_mm_name(MmFormat format) {
   return format == MmFormat::kFp8 ? "fp8_scaled_mm" : "int8_scaled_mm";
 }
+
+// Arguments as the ops receive them.
+struct ScaledMmInputs {
+  MmFormat format;
+  const Tensor& a;
+  const Tensor& b;
+  const Tensor& a_scale;
+  const Tensor& b_scale;
+  const std::optional<Tensor>& a_zero;
+  const std::optional<Tensor>& bias;
+  EpilogueInputs epilogue;
+};
 
 // Scales of rows, or of blocks of rows, and maybe of blocks along K: [rows, 1 or ceil(K / 128)].
 struct MmScales {
@@ -43,7 +56,8 @@ struct ScaledMmProblem {
   const int32_t* a_zero;  // [M] or null
   int64_t a_zero_stride;
   const void* bias;  // [N] or null
-  void* out;         // [M, N]
+  Epilogue epilogue;
+  void* out;  // [M, epilogue.width]
   int64_t out_row_stride;
 };
 
@@ -70,31 +84,18 @@ inline MmScales check_mm_scales(const Arg& scale, const Arg& like, int64_t rows,
   return {data, scale.stride(0), k_blocks == 1 ? 0 : scale.stride(1), block_rows};
 }
 
-inline ScalarType scaled_mm_dtype(MmFormat format, std::optional<ScalarType> out_dtype) {
-  const ScalarType dtype = out_dtype.value_or(ScalarType::BFloat16);
-  FI_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
-           scaled_mm_name(format), "out_dtype: expected float32 or bfloat16 or float16, got ",
-           dtype_name(dtype));
-  return dtype;
-}
-
-inline ScaledMmProblem check_scaled_mm(MmFormat format, const Tensor& a_tensor,
-                                       const Tensor& b_tensor, const Tensor& a_scale_tensor,
-                                       const Tensor& b_scale_tensor,
-                                       const std::optional<Tensor>& a_zero_tensor,
-                                       const std::optional<Tensor>& bias_tensor,
-                                       std::optional<ScalarType> out_dtype,
-                                       const Tensor& out_tensor) {
+inline ScaledMmProblem check_scaled_mm(const ScaledMmInputs& inputs, const Tensor& out_tensor) {
+  const MmFormat format = inputs.format;
   const char* op = scaled_mm_name(format);
   const bool fp8 = format == MmFormat::kFp8;
-  const Arg a = read_arg(op, "a", a_tensor);
+  const Arg a = read_arg(op, "a", inputs.a);
   expect_rank(a, 2, "[M, K]");
   expect_dtype(a, {fp8 ? ScalarType::Float8_e4m3fn : ScalarType::Char});
   expect_dense_last(a);
   const int64_t m = a.size(0), k = a.size(1);
   FI_CHECK(k >= 1, op, "a: expected at least 1 column, got shape ", shape_text(a));
 
-  const Arg b = read_arg(op, "b", b_tensor);
+  const Arg b = read_arg(op, "b", inputs.b);
   expect_rank(b, 2, "[N, K]");
   expect_same_dtype(b, a);
   const int64_t n = b.size(0);
@@ -103,20 +104,13 @@ inline ScaledMmProblem check_scaled_mm(MmFormat format, const Tensor& a_tensor,
   expect_dense_last(b);
   expect_same_device(b, a);
 
-  const Arg a_scale = read_arg(op, "a_scale", a_scale_tensor);
-  const Arg b_scale = read_arg(op, "b_scale", b_scale_tensor);
+  const Arg a_scale = read_arg(op, "a_scale", inputs.a_scale);
+  const Arg b_scale = read_arg(op, "b_scale", inputs.b_scale);
 
   const Arg out = read_arg(op, "out", out_tensor);
-  if (out_dtype.has_value()) {
-    const ScalarType dtype = scaled_mm_dtype(format, out_dtype);
-    FI_CHECK(out.dtype == dtype, op, "out: expected dtype ", dtype_name(dtype),
-             " as out_dtype, got ", dtype_name(out.dtype));
-  }
-  expect_float(out);
-  expect_shape(out, {m, n});
-  expect_dense_last(out);
-  expect_writable(out);
-  expect_same_device(out, a);
+  const Epilogue epilogue =
+      check_epilogue(inputs.epilogue, m, n, "rows of b", a, out,
+                     {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half});
   for (const Arg& other : {a, b, a_scale, b_scale}) expect_no_overlap(out, other);
 
   ScaledMmProblem p{};
@@ -133,10 +127,11 @@ inline ScaledMmProblem check_scaled_mm(MmFormat format, const Tensor& a_tensor,
   p.a_scale = check_mm_scales(a_scale, a, m, k, fp8 ? 1 : 0);
   p.b_scale = check_mm_scales(b_scale, a, n, k, fp8 ? kScaleBlock : 0);
   p.block_scales = p.a_scale.block_stride != 0 || p.b_scale.block_stride != 0;
+  p.epilogue = epilogue;
   p.out = out.data;
   p.out_row_stride = out.stride(0);
-  if (a_zero_tensor.has_value()) {
-    const Arg a_zero = read_arg(op, "a_zero", *a_zero_tensor);
+  if (inputs.a_zero.has_value()) {
+    const Arg a_zero = read_arg(op, "a_zero", *inputs.a_zero);
     expect_dtype(a_zero, {ScalarType::Int});
     expect_shape(a_zero, {m, 1});
     expect_same_device(a_zero, a);
@@ -144,12 +139,16 @@ inline ScaledMmProblem check_scaled_mm(MmFormat format, const Tensor& a_tensor,
     p.a_zero = static_cast<const int32_t*>(a_zero.data);
     p.a_zero_stride = a_zero.stride(0);
   }
-  if (bias_tensor.has_value()) {
-    const Arg bias = read_arg(op, "bias", *bias_tensor);
+  if (inputs.bias.has_value()) {
+    const Arg bias = read_arg(op, "bias", *inputs.bias);
     expect_shape(bias, {n});
-    FI_CHECK(bias.dtype == out.dtype || bias.dtype == ScalarType::Float, op,
-             "bias: expected dtype ", dtype_name(out.dtype), " as out or float32, got ",
-             dtype_name(bias.dtype));
+    if (is_quantized(out.dtype)) {
+      expect_float(bias);
+    } else {
+      FI_CHECK(bias.dtype == out.dtype || bias.dtype == ScalarType::Float, op,
+               "bias: expected dtype ", dtype_name(out.dtype), " as out or float32, got ",
+               dtype_name(bias.dtype));
+    }
     expect_contiguous(bias);
     expect_same_device(bias, a);
     expect_no_overlap(out, bias);

@@ -6,6 +6,7 @@
 // share its block, nor on the threads.
 #include "low_bit_gemm_kernels.h"
 
+#include "epilogue_tile.h"
 #include "panel_product.h"
 #include "typed_elements.h"
 
@@ -13,7 +14,7 @@ namespace fastinfer::cpu::FI_ISA {
 namespace {
 
 constexpr int64_t kTile = kGemmTile;
-static_assert(kTile == kPanelWidth);
+static_assert(kTile == kPanelWidth && kTile == kResultTile);
 constexpr int64_t kStep = 16;  // the unit along K of packing and of groups
 
 // ---- decoding
@@ -129,9 +130,37 @@ void multiply(int64_t rows, const float (*x)[kTile], const float* panel, int64_t
   });
 }
 
+// y += x times the outliers of features [first, first + width), some entries of a feature at a
+// time.
+void add_outliers(const LowBitGemmArgs& args, int64_t first, int64_t width, int64_t row_begin,
+                  int64_t row_end, float* y) {
+  constexpr int64_t kEntries = 64;
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t last = args.outlier_offsets[first + i + 1];
+    for (int64_t entry = args.outlier_offsets[first + i]; entry < last; entry += kEntries) {
+      const int64_t count = last - entry < kEntries ? last - entry : kEntries;
+      int32_t column[kEntries];
+      alignas(32) float value[kEntries] = {};
+      alignas(32) float x[kEntries] = {};
+      for (int64_t j = 0; j < count; ++j) {
+        const int32_t of_weight = args.outlier_columns[entry + j];
+        column[j] = args.perm == nullptr ? of_weight : args.perm[of_weight];
+      }
+      read(args.outlier_values, args.outlier_type, entry, nullptr, count, value);
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        read(args.x, args.x_type, row * args.x_row_stride, column, count, x);
+        vf product = {};
+        for (int64_t j = 0; j < count; j += kLanes) product += load(x + j) * load(value + j);
+        y[(row - row_begin) * kTile + i] += sum(product);
+      }
+    }
+  }
+}
+
+// y [rows, 64] of a tile of features, anything where there are none.
 template <int kBits>
-void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begin,
-                      int64_t row_end) {
+void product(const LowBitGemmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end,
+             float* y) {
   const int64_t first = tile * kTile;
   const int64_t width = args.n - first < kTile ? args.n - first : kTile;
   const int64_t k_tiles = (args.k + kTile - 1) / kTile;
@@ -143,8 +172,7 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
   alignas(32) float zero[kTile] = {};
   alignas(32) float bias[kTile] = {};
   alignas(32) float x[kPanelRows][kTile];
-  alignas(32) float total[kGemmRowBlock * kTile];
-  std::memset(total, 0, (row_end - row_begin) * kTile * sizeof(float));
+  std::memset(y, 0, (row_end - row_begin) * kTile * sizeof(float));
   if (args.zeros == nullptr) {
     for (float& z : zero) z = static_cast<float>(1 << (kBits - 1));
   }
@@ -175,26 +203,33 @@ void tile_of_features(const LowBitGemmArgs& args, int64_t tile, int64_t row_begi
           read(args.x, args.x_type, start + k, nullptr, length, x[i]);
         }
       }
-      multiply(rows, x, panel, length, scale, total + (row - row_begin) * kTile);
+      multiply(rows, x, panel, length, scale, y + (row - row_begin) * kTile);
     }
     k = end;
   }
 
+  if (args.outlier_offsets != nullptr) add_outliers(args, first, width, row_begin, row_end, y);
   if (args.bias != nullptr) read(args.bias, args.bias_type, first, nullptr, width, bias);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    float* sums = total + (row - row_begin) * kTile;
+    float* sums = y + (row - row_begin) * kTile;
     for (int64_t i = 0; i < kTile; i += kLanes) store(sums + i, load(sums + i) + load(bias + i));
-    write(args.out, args.x_type, row * args.out_row_stride + first, sums, width);
   }
+}
+
+template <int kBits>
+void tile_of_result(const LowBitGemmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end) {
+  finish_tile<kGemmRowBlock>(
+      args.epilogue, args.n, tile, row_begin, row_end,
+      [&](int64_t features, float* y) { product<kBits>(args, features, row_begin, row_end, y); });
 }
 
 }  // namespace
 
 extern const LowBitGemmKernels low_bit_gemm_kernels = {
-    tile_of_features<2>,
-    tile_of_features<3>,
-    tile_of_features<4>,
-    tile_of_features<8>,
+    tile_of_result<2>,
+    tile_of_result<3>,
+    tile_of_result<4>,
+    tile_of_result<8>,
 };
 
 }  // namespace fastinfer::cpu::FI_ISA

@@ -1,8 +1,9 @@
 // CPU: rms_norm, fused_add_rms_norm_, layer_norm, fused_add_layer_norm_.
-#include "../checks/norm.h"
+#include "norm.h"
 
 #include <torch/csrc/stable/library.h>
 
+#include "../checks/norm.h"
 #include "../functional.h"
 #include "../portable/portable.h"
 #include "elements.h"
@@ -39,11 +40,15 @@ void run(const NormProblem& p, const NormFunction (&functions)[3]) {
                [&](int64_t begin, int64_t end) { function(args, begin, end); });
 }
 
+}  // namespace
+
 void rms_norm_out(const Tensor& x, const Tensor& weight, double eps, double weight_offset,
                   const Tensor& out) {
   run(check_norm("rms_norm", x, weight, std::nullopt, eps, weight_offset, out, nullptr),
       norm_kernels().rms_norm);
 }
+
+namespace {
 
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
                          double weight_offset) {

@@ -6,6 +6,7 @@
 #include "../functional.h"
 #include "../portable/portable.h"
 #include "elements.h"
+#include "epilogue.h"
 #include "parallel.h"
 #include "scaled_mm_kernels.h"
 
@@ -18,12 +19,8 @@ MmScaleArgs scale_args(const MmScales& scales) {
   return {scales.data, scales.row_stride, scales.block_stride, scales.block_rows};
 }
 
-void scaled_mm_out(MmFormat format, const Tensor& a, const Tensor& b, const Tensor& a_scale,
-                   const Tensor& b_scale, const std::optional<Tensor>& a_zero,
-                   const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
-                   const Tensor& out) {
-  const ScaledMmProblem p =
-      check_scaled_mm(format, a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {
+  const ScaledMmProblem p = check_scaled_mm(inputs, out);
   if (p.m == 0) return;
   const ScaledMmArgs args{p.a,
                           p.a_row_stride,
@@ -36,16 +33,14 @@ void scaled_mm_out(MmFormat format, const Tensor& a, const Tensor& b, const Tens
                           p.a_zero_stride,
                           p.bias,
                           element_index(p.bias_dtype),
-                          p.out,
-                          element_index(p.dtype),
-                          p.out_row_stride,
                           p.n,
-                          p.k};
+                          p.k,
+                          epilogue_args(p.epilogue, p.dtype, p.out, p.out_row_stride)};
   const ScaledMmKernels& kernels = scaled_mm_kernels();
-  const ScaledMmFunction function = format == MmFormat::kFp8 ? kernels.fp8 : kernels.int8;
-  const int64_t tiles = (p.n - 1) / kMmTile + 1;
+  const ScaledMmFunction function = p.format == MmFormat::kFp8 ? kernels.fp8 : kernels.int8;
+  const int64_t tiles = (p.epilogue.width - 1) / kMmTile + 1;
   const int64_t blocks = (p.m - 1) / kMmRowBlock + 1;
-  const int64_t cost = kMmTile * p.k * std::min(p.m, kMmRowBlock);
+  const int64_t cost = (p.epilogue.gated ? 2 : 1) * kMmTile * p.k * std::min(p.m, kMmRowBlock);
   parallel_for(tiles * blocks, cost, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item % blocks * kMmRowBlock;

@@ -6,6 +6,7 @@
 // on the rows that share its block, nor on the threads.
 #include "scaled_mm_kernels.h"
 
+#include "epilogue_tile.h"
 #include "panel_product.h"
 #include "typed_elements.h"
 
@@ -13,7 +14,7 @@ namespace fastinfer::cpu::FI_ISA {
 namespace {
 
 constexpr int64_t kTile = kMmTile;
-static_assert(kTile == kPanelWidth);
+static_assert(kTile == kPanelWidth && kTile == kResultTile);
 
 typedef int64_t vl __attribute__((vector_size(64)));
 
@@ -142,8 +143,9 @@ void finish(const int64_t* total, const int64_t* columns, int64_t zero, float* s
   for (int64_t i = 0; i < kTile; ++i) sums[i] = static_cast<float>(total[i] - zero * columns[i]);
 }
 
+// y [rows, 64] of a tile of features, anything where there are none.
 template <bool kFp8, class Total>
-void tile_of_features(const ScaledMmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end) {
+void product(const ScaledMmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end, float* y) {
   const int64_t first = tile * kTile;
   const int64_t width = args.n - first < kTile ? args.n - first : kTile;
   const uint8_t* b = args.b + first * args.b_row_stride;
@@ -152,7 +154,6 @@ void tile_of_features(const ScaledMmArgs& args, int64_t tile, int64_t row_begin,
   alignas(32) float scale[kTile];
   alignas(32) float bias[kTile] = {};
   alignas(32) float a[kPanelRows][kMmBlock];
-  alignas(32) float sums[kTile];
   alignas(32) Total total[kMmRowBlock * kTile];
   alignas(32) int64_t columns[kTile] = {};
   float row_scale[kPanelRows] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -184,19 +185,27 @@ void tile_of_features(const ScaledMmArgs& args, int64_t tile, int64_t row_begin,
   for (int64_t row = row_begin; row < row_end; ++row) {
     const int64_t zero = args.a_zero == nullptr ? 0 : args.a_zero[row * args.a_zero_stride];
     const vf whole = splat(args.block_scales ? 1.0f : scale_of(args.a_scale, row, 0));
+    float* sums = y + (row - row_begin) * kTile;
     finish(total + (row - row_begin) * kTile, columns, zero, sums);
     for (int64_t i = 0; i < kTile; i += kLanes) {
       store(sums + i, load(sums + i) * whole * load(scale + i) + load(bias + i));
     }
-    write(args.out, args.out_type, row * args.out_row_stride + first, sums, width);
   }
+}
+
+template <bool kFp8, class Total>
+void tile_of_result(const ScaledMmArgs& args, int64_t tile, int64_t row_begin, int64_t row_end) {
+  finish_tile<kMmRowBlock>(args.epilogue, args.n, tile, row_begin, row_end,
+                           [&](int64_t features, float* y) {
+                             product<kFp8, Total>(args, features, row_begin, row_end, y);
+                           });
 }
 
 }  // namespace
 
 extern const ScaledMmKernels scaled_mm_kernels = {
-    tile_of_features<true, float>,
-    tile_of_features<false, int64_t>,
+    tile_of_result<true, float>,
+    tile_of_result<false, int64_t>,
 };
 
 }  // namespace fastinfer::cpu::FI_ISA

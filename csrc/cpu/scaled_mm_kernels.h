@@ -2,11 +2,12 @@
 
 #include <cstdint>
 
+#include "epilogue_args.h"
 #include "isa.h"
 
 namespace fastinfer::cpu {
 
-constexpr int64_t kMmTile = 64;       // features of a work item
+constexpr int64_t kMmTile = 64;  // columns of a work item, and features that are decoded at once
 constexpr int64_t kMmRowBlock = 128;  // rows of a for which a tile is decoded once
 constexpr int64_t kMmBlock = 128;     // inputs, and features of b, that share a block's scale
 
@@ -18,7 +19,8 @@ struct MmScaleArgs {
   int64_t block_rows;
 };
 
-// out = (a - a_zero) b^T, scaled, + bias. Types of elements are indices: fp32, bf16, fp16.
+// y = (a - a_zero) b^T, scaled, + bias, and what follows. Types of elements are indices: fp32,
+// bf16, fp16.
 struct ScaledMmArgs {
   const uint8_t* a;  // [M, K]
   int64_t a_row_stride;
@@ -31,13 +33,11 @@ struct ScaledMmArgs {
   int64_t a_zero_stride;
   const void* bias;  // [N] or null
   int bias_type;
-  void* out;  // [M, N]
-  int out_type;
-  int64_t out_row_stride;
   int64_t n, k;
+  EpilogueArgs epilogue;
 };
 
-// Rows [row_begin, row_end) of a tile of features; at most kMmRowBlock of them.
+// Rows [row_begin, row_end) of a tile of the result; at most kMmRowBlock of them.
 using ScaledMmFunction = void (*)(const ScaledMmArgs& args, int64_t tile, int64_t row_begin,
                                   int64_t row_end);
 

@@ -82,14 +82,19 @@ void qk_norm_rope_append_(const Tensor& qkv, const Tensor& q_out, const Tensor& 
 
 // ---- low-bit matrix products (likewise)
 
-void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                      const std::optional<Tensor>& zeros, int64_t group_size,
-                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
-                      const Tensor& out) {
-  const auto p = check_low_bit_gemm(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
+void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
+  const auto p = check_low_bit_gemm(inputs, out);
   if (p.m == 0) return;
-  call_portable("fastinfer::_portable_low_bit_gemm", int64_t{bits}, x, qweight, scales, zeros,
-                p.group_size, perm, bias, out);
+  const auto& norm = inputs.norm;
+  const Tensor x = p.norm_weight == nullptr
+                       ? inputs.x
+                       : functional::rms_norm<&rms_norm_out>(inputs.x, *norm.weight, norm.eps,
+                                                             norm.weight_offset);
+  call_portable("fastinfer::_portable_low_bit_gemm", int64_t{p.bits}, x, inputs.qweight,
+                inputs.scales, inputs.zeros, p.group_size, inputs.perm, inputs.bias,
+                inputs.outliers.offsets, inputs.outliers.columns, inputs.outliers.values,
+                static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
+                inputs.epilogue.residual, inputs.epilogue.out_scale, out);
 }
 
 namespace {
@@ -153,13 +158,13 @@ void quantize_int8_asymmetric_out(const Tensor& x, const Tensor& out, const Tens
 
 // ---- scaled products of 8-bit matrices
 
-void scaled_mm_out(MmFormat format, const Tensor& a, const Tensor& b, const Tensor& a_scale,
-                   const Tensor& b_scale, const std::optional<Tensor>& a_zero,
-                   const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
-                   const Tensor& out) {
-  const auto p = check_scaled_mm(format, a, b, a_scale, b_scale, a_zero, bias, out_dtype, out);
+void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {
+  const auto p = check_scaled_mm(inputs, out);
   if (p.m == 0) return;
-  call_portable("fastinfer::_portable_scaled_mm", a, b, a_scale, b_scale, a_zero, bias, out);
+  call_portable("fastinfer::_portable_scaled_mm", inputs.a, inputs.b, inputs.a_scale,
+                inputs.b_scale, inputs.a_zero, inputs.bias,
+                static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
+                inputs.epilogue.residual, inputs.epilogue.out_scale, out);
 }
 
 // ---- positions

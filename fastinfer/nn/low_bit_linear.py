@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fastinfer import ops
 from fastinfer.nn._linear import is_plain_linear
 from fastinfer.ops._common import check
+from fastinfer.ops._outliers import Outliers
 from fastinfer.ops.packed_weights import (
     BITS,
     SCALE_DTYPES,
@@ -18,6 +20,7 @@ from fastinfer.ops.packed_weights import (
     checked_group_size,
     packed_shape,
     quantize_weight,
+    quantize_weight_with_outliers,
 )
 
 # The wrappers hold the handles of their ops. They, and not the ops themselves, refuse gradients and
@@ -41,13 +44,15 @@ class LowBitLinear(nn.Module):
         zeros: whether there are zero points; without, they are 2^(bits - 1).
         perm: whether columns are in an order of their own (act-order).
         scale_dtype: fp16, bf16 or fp32; of scales and zeros.
+        outliers: how many weights stand beside the codes, in fp32; None: there is no place for any.
         device: where the buffers are.
 
     Raises:
         ValueError: an argument is not as above. No size or group is refused at the first request.
 
     Buffers, all in the state_dict, None where there are none: `qweight`, `scales`, `zeros`, `perm`
-    as in `fastinfer.ops.PackedWeight`, and `bias` [N], fp32. Results are NaN until they are loaded.
+    as in `fastinfer.ops.PackedWeight`, `outlier_offsets`, `outlier_columns` and `outlier_values` as
+    in `fastinfer.ops.Outliers`, and `bias` [N], fp32. Results are NaN until they are loaded.
 
     The dtypes of buffers never change: `half()`, `bfloat16()`, `to(dtype)` and the like move the
     module at most, and a state_dict whose scales would have to be rounded is refused. x may be of
@@ -59,6 +64,9 @@ class LowBitLinear(nn.Module):
     scales: Tensor
     zeros: Tensor | None
     perm: Tensor | None
+    outlier_offsets: Tensor | None
+    outlier_columns: Tensor | None
+    outlier_values: Tensor | None
     bias: Tensor | None
 
     _only_bits: ClassVar[int | None] = None  # of a subclass that has no others
@@ -74,6 +82,7 @@ class LowBitLinear(nn.Module):
         zeros: bool = True,
         perm: bool = False,
         scale_dtype: torch.dtype = torch.float32,
+        outliers: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -87,6 +96,8 @@ class LowBitLinear(nn.Module):
             scale_dtype in SCALE_DTYPES,
             f"scale_dtype: expected one of {SCALE_DTYPES}, got {scale_dtype}",
         )
+        enough = outliers is None or outliers >= 0
+        check(op, enough, f"outliers: expected None or at least 0, got {outliers}")
         qweight = torch.zeros(packed_shape(n, k, bits), dtype=torch.int32, device=device)
         scales = torch.full((-(-k // group_size), n), torch.nan, dtype=scale_dtype, device=device)
         order = torch.arange(k, dtype=torch.int32, device=device) if perm else None
@@ -99,6 +110,7 @@ class LowBitLinear(nn.Module):
                 bits,
                 group_size,
                 (n, k),
+                None if outliers is None else _unknown_outliers(n, outliers, device),
             ),
             torch.zeros(n, device=device, dtype=torch.float32) if bias else None,
         )
@@ -112,6 +124,7 @@ class LowBitLinear(nn.Module):
         group_size: int = 128,
         symmetric: bool = False,
         scale_dtype: torch.dtype | None = None,
+        outliers: float = 0.0,
     ) -> LowBitLinear:
         """The layer with its weight rounded to nearest; see `fastinfer.ops.quantize_weight`.
 
@@ -130,13 +143,12 @@ class LowBitLinear(nn.Module):
             raise TypeError(
                 f"{cls.__name__}.from_linear: expected a torch.nn.Linear, got {type(linear)}"
             )
-        weight = quantize_weight(
-            linear.weight.detach(),
-            bits if bits is not None else cls._only_bits or 4,
-            group_size,
-            symmetric=symmetric,
-            scale_dtype=scale_dtype,
-        )
+        options: dict[str, Any] = {"symmetric": symmetric, "scale_dtype": scale_dtype}
+        quantize = quantize_weight
+        if outliers != 0:
+            quantize = functools.partial(quantize_weight_with_outliers, fraction=outliers)
+        bits = bits if bits is not None else cls._only_bits or 4
+        weight = quantize(linear.weight.detach(), bits, group_size, **options)
         return cls.from_packed(weight, None if linear.bias is None else linear.bias.clone())
 
     @classmethod
@@ -177,6 +189,10 @@ class LowBitLinear(nn.Module):
         self.register_buffer("scales", weight.scales.contiguous())
         self.register_buffer("zeros", None if weight.zeros is None else weight.zeros.contiguous())
         self.register_buffer("perm", None if weight.perm is None else weight.perm.contiguous())
+        outliers = weight.outliers
+        for name in ("offsets", "columns", "values"):
+            part = None if outliers is None else getattr(outliers, name)
+            self.register_buffer(f"outlier_{name}", part)
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,6 +222,9 @@ class LowBitLinear(nn.Module):
             group_size=self.group_size,
             perm=self.perm,
             bias=self.bias,
+            outlier_offsets=self.outlier_offsets,
+            outlier_columns=self.outlier_columns,
+            outlier_values=self.outlier_values,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
@@ -215,6 +234,13 @@ class LowBitLinear(nn.Module):
         Raises:
             ValueError: buffers do not fit together, which only assigning them can bring about.
         """
+        outliers = None
+        if (
+            self.outlier_offsets is not None
+            and self.outlier_columns is not None
+            and self.outlier_values is not None
+        ):
+            outliers = Outliers(self.outlier_offsets, self.outlier_columns, self.outlier_values)
         return PackedWeight(
             self.qweight,
             self.scales,
@@ -223,15 +249,18 @@ class LowBitLinear(nn.Module):
             self.bits,
             self.group_size,
             (self.out_features, self.in_features),
+            outliers,
         )
 
     def extra_repr(self) -> str:
         """What sets this layer apart, for print()."""
+        values = self.outlier_values
+        outliers = "" if values is None else f", outliers={len(values)}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
             f"group_size={self.group_size}, bias={self.bias is not None}, "
             f"zeros={self.zeros is not None}, perm={self.perm is not None}, "
-            f"scale_dtype={self.scales.dtype}"
+            f"scale_dtype={self.scales.dtype}{outliers}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
@@ -303,6 +332,14 @@ class Int8Linear(LowBitLinear):
         self, in_features: int, out_features: int, group_size: int = 128, **options: Any
     ) -> None:
         super().__init__(in_features, out_features, 8, group_size, **options)
+
+
+def _unknown_outliers(n: int, count: int, device: torch.device | str | None) -> Outliers:
+    """Places for so many of n features, until they are loaded all of the last one."""
+    offsets = torch.zeros(n + 1, dtype=torch.int32, device=device)
+    offsets[n] = count
+    columns = torch.zeros(count, dtype=torch.int32, device=device)
+    return Outliers(offsets, columns, torch.full((count,), torch.nan, device=device))
 
 
 def _aligned(qweight: Tensor) -> Tensor:

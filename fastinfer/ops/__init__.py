@@ -1,6 +1,7 @@
 """Typed, documented wrappers of `torch.ops.fastinfer.*`, one file per family."""
 
 from fastinfer.ops._backend import backends, op_families, op_names
+from fastinfer.ops._outliers import Outliers
 from fastinfer.ops.activation import gelu_and_mul, silu_and_mul
 from fastinfer.ops.attention import (
     attention_plan_size,
@@ -25,6 +26,7 @@ from fastinfer.ops.packed_weights import (
     pack_codes,
     packed_shape,
     quantize_weight,
+    quantize_weight_with_outliers,
     unpack_codes,
 )
 from fastinfer.ops.quantize import quantize_fp8, quantize_int8, quantize_int8_asymmetric
@@ -44,6 +46,7 @@ from fastinfer.ops.scaled_mm import fp8_scaled_mm, int8_scaled_mm
 from fastinfer.ops.shared_prefix import plan_shared_prefix_attention, shared_prefix_attention
 
 __all__ = [
+    "Outliers",
     "PackedWeight",
     "append_paged_kv_cache_",
     "attention_plan_size",
@@ -75,6 +78,7 @@ __all__ = [
     "quantize_int8",
     "quantize_int8_asymmetric",
     "quantize_weight",
+    "quantize_weight_with_outliers",
     "repack_awq",
     "repack_awq_gemv",
     "repack_compressed_tensors",

@@ -31,6 +31,7 @@ the weight and the result, memory is needed for one block alone.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastinfer.ops._common import check, check_devices, refuse_grad
+from fastinfer.ops._outliers import Outliers, concatenate_outliers, offsets_of
 
 BITS = (2, 3, 4, 8)
 GROUP_SIZES = (16, 32, 64, 128)  # or all of K
@@ -65,6 +67,7 @@ class PackedWeight:
         bits: 2, 3, 4 or 8.
         group_size: 16, 32, 64, 128 or K; the last group may be partial.
         shape: (N, K).
+        outliers: weights that are added to what the codes stand for, or None.
 
     Raises:
         ValueError: anything does not fit the rest.
@@ -77,6 +80,7 @@ class PackedWeight:
     bits: int
     group_size: int
     shape: tuple[int, int]
+    outliers: Outliers | None = None
 
     def __post_init__(self) -> None:
         op, (n, k) = "PackedWeight", self.shape
@@ -94,6 +98,8 @@ class PackedWeight:
         check_tensor(op, "scales", self.scales, groups, *SCALE_DTYPES)
         if self.zeros is not None:
             check_tensor(op, "zeros", self.zeros, groups, self.scales.dtype)
+        if self.outliers is not None:
+            self.outliers.check(op, n, k, self.qweight)
         if self.perm is not None:
             check_tensor(op, "perm", self.perm, (k,), torch.int32)
             if self.perm.is_meta:
@@ -116,6 +122,7 @@ class PackedWeight:
             scales=self.scales.to(device),
             zeros=None if self.zeros is None else self.zeros.to(device),
             perm=None if self.perm is None else self.perm.to(device),
+            outliers=None if self.outliers is None else self.outliers.to(device),
         )
 
     def group_index(self) -> Tensor:
@@ -160,6 +167,8 @@ class PackedWeight:
             else:
                 codes -= self.zeros[:, first:last].t().to(compute).index_select(1, group)
             codes *= self.scales[:, first:last].t().to(compute).index_select(1, group)
+            if self.outliers is not None:
+                self.outliers.add_to(codes, first, self.perm)
             weight[first:last] = codes
         return weight
 
@@ -259,7 +268,58 @@ def quantize_weight(
         ValueError: NaN or infinity in weight, a scale beyond the range of `scale_dtype`, or an
             argument that is not as above.
     """
-    op = "quantize_weight"
+    return _quantize("quantize_weight", weight, bits, group_size, symmetric, scale_dtype, 0)
+
+
+def quantize_weight_with_outliers(
+    weight: Tensor,
+    bits: int,
+    group_size: int,
+    *,
+    fraction: float = 0.01,
+    symmetric: bool = False,
+    scale_dtype: torch.dtype | None = None,
+) -> PackedWeight:
+    """`quantize_weight`, with the greatest weights of each row kept as they are.
+
+    The ceil(fraction * K) weights of greatest magnitude in a row are its outliers. For all else
+    they are taken as 0: the ranges of groups are those of the other weights, and the codes of
+    outliers stand for 0, so that what is kept is the weight itself, exactly. Since a group's range
+    includes 0, the greatest magnitudes are what makes it wide.
+
+    Every row has the same number, as suits a product that walks many rows' outliers side by side.
+    (SpQR chooses over the whole matrix, by how much less the product errs on calibration data.)
+
+    Args:
+        weight, bits, group_size, symmetric, scale_dtype: as in `quantize_weight`.
+        fraction: of the weights, in (0, 1]. An outlier takes 6 bytes, or 8 in fp32.
+
+    Returns:
+        The packed weight with `outliers`, columns ascending in each row, values in weight's dtype
+        (fp32 for a wider one).
+
+    Raises:
+        NotImplementedError, ValueError: as in `quantize_weight`; ValueError for another fraction.
+
+    Dettmers et al., "SpQR: A Sparse-Quantized Representation for Near-Lossless LLM Weight
+    Compression", 2023; Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", 2023 (by
+    magnitude).
+    """
+    op = "quantize_weight_with_outliers"
+    check(op, 0 < fraction <= 1, f"fraction: expected a number in (0, 1], got {fraction}")
+    return _quantize(op, weight, bits, group_size, symmetric, scale_dtype, fraction)
+
+
+def _quantize(
+    op: str,
+    weight: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype | None,
+    fraction: float,
+) -> PackedWeight:
+    """`fraction` of the weights as outliers; 0: without any."""
     refuse_grad(op, weight=weight)
     float_matrix = weight.is_floating_point() and weight.dim() == 2
     check(
@@ -281,10 +341,19 @@ def quantize_weight(
     scales = weight.new_empty(groups, n, dtype=scale_dtype)
     zeros = None if symmetric else torch.empty_like(scales)
     largest = 2**bits - 1
+    count = math.ceil(fraction * k)  # of outliers in a row
+    value_dtype = weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32
+    columns = torch.empty(n, count, dtype=torch.int32, device=weight.device)
+    values = torch.empty(n, count, dtype=value_dtype, device=weight.device)
 
     def quantize_rows(first: int, last: int) -> Tensor:
         rows = weight[first:last].float()
         _check_finite(op, rows, first)
+        if count:
+            chosen = rows.abs().topk(count, sorted=False).indices.sort().values
+            columns[first:last] = chosen
+            values[first:last] = rows.gather(1, chosen)
+            rows = rows.scatter(1, chosen, 0.0)
         # Zeros that fill up the last group change neither its least nor its greatest.
         grouped = pad(rows, (0, groups * group_size - k)).reshape(-1, groups, group_size)
         low = grouped.amin(2).clamp(max=0)
@@ -311,7 +380,11 @@ def quantize_weight(
         return codes.clamp_(0, largest).to(torch.uint8).flatten(1)[:, :k]
 
     qweight = pack_rows(quantize_rows, n, k, bits, weight.device)
-    return PackedWeight(qweight, scales, zeros, None, bits, group_size, (n, k))
+    outliers = None
+    if count:
+        counts = torch.full((n,), count, device=weight.device)
+        outliers = Outliers(offsets_of(counts), columns.flatten(), values.flatten())
+    return PackedWeight(qweight, scales, zeros, None, bits, group_size, (n, k), outliers)
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -328,9 +401,9 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
 
         y = [x W_0^T | x W_1^T | ...]
 
-    Nothing is rounded: codes, scales and zero points stay what they are. Where a weight without
-    zeros meets one that has them it gets 2^(bits - 1), and scales of several dtypes become the
-    narrowest that holds all of them.
+    Nothing is rounded: codes, scales, zero points and outliers stay what they are. Where a weight
+    without zeros meets one that has them it gets 2^(bits - 1), and scales (or outliers) of several
+    dtypes become the narrowest that holds all of them.
 
     Args:
         weights: at least one, of equal bits, group_size, K and perm.
@@ -369,7 +442,10 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
             lambda begin, end: _rows_of(weights, begin, end), n, k, bits, first.qweight.device
         )
     scales = torch.cat([weight.scales for weight in weights], 1)
-    return PackedWeight(qweight, scales, zeros, first.perm, bits, first.group_size, (n, k))
+    outliers = concatenate_outliers([(w.shape[0], w.outliers) for w in weights], qweight.device)
+    return PackedWeight(
+        qweight, scales, zeros, first.perm, bits, first.group_size, (n, k), outliers
+    )
 
 
 def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:

@@ -111,8 +111,8 @@ def to_awq(weight: PackedWeight) -> AwqTensors:
     """The inverse of `repack_awq`; a weight without zeros gets them.
 
     Raises:
-        ValueError: not 4 bits, N not a multiple of 8, a permutation, or a zero point that is not a
-            code.
+        ValueError: not 4 bits, N not a multiple of 8, a permutation, outliers, or a zero point that
+            is not a code.
     """
     op, (n, k) = "to_awq", weight.shape
     _check_awq(op, weight)
@@ -165,7 +165,7 @@ def to_awq_gemv(weight: PackedWeight) -> AwqTensors:
 
     Raises:
         ValueError: not 4 bits, K not a multiple of 8, groups that the format does not have, a
-            permutation, or a zero point that is not a code.
+            permutation, outliers, or a zero point that is not a code.
     """
     op, (n, k) = "to_awq_gemv", weight.shape
     _check_awq(op, weight)
@@ -182,6 +182,12 @@ def to_awq_gemv(weight: PackedWeight) -> AwqTensors:
 def _check_awq(op: str, weight: PackedWeight) -> None:
     check(op, weight.bits == 4, f"weight: expected 4 bits, got {weight.bits}")
     check(op, weight.perm is None, "weight: expected no perm, which AWQ has no place for, got one")
+    _check_no_outliers(op, weight)
+
+
+def _check_no_outliers(op: str, weight: PackedWeight) -> None:
+    none = weight.outliers is None
+    check(op, none, "weight: expected no outliers, which the format has no place for, got some")
 
 
 def _gemv_width(op: str, k: int, group_size: int) -> int:
@@ -271,9 +277,10 @@ def to_gptq(weight: PackedWeight, checkpoint_format: GptqFormat = "gptq") -> Gpt
     """The inverse of `repack_gptq`; a weight without zeros gets them.
 
     Raises:
-        ValueError: a zero point that is not a code.
+        ValueError: outliers, or a zero point that is not a code.
     """
     op, (n, k), bits = "to_gptq", weight.shape, weight.bits
+    _check_no_outliers(op, weight)
     _check_gptq_format(op, checkpoint_format)
     qweight = weight.qweight.new_empty(_words(k, bits), n)
     for first, last in row_blocks(n, k):
@@ -371,9 +378,10 @@ def to_compressed_tensors(weight: PackedWeight) -> CompressedTensors:
         The tensors; `weight_zero_point` is None without zeros, `weight_g_idx` without perm.
 
     Raises:
-        ValueError: a zero point that is not a code.
+        ValueError: outliers, or a zero point that is not a code.
     """
     op, (n, k), bits = "to_compressed_tensors", weight.shape, weight.bits
+    _check_no_outliers(op, weight)
     packed = weight.qweight.new_empty(n, _words(k, bits))
     for first, last in row_blocks(n, k):
         packed[first:last] = _pack_stream(weight.codes(first, last), bits)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fastinfer.triton_kernels.launch import launch
 from fastinfer.triton_kernels.rows import row_offset, to_element, to_float, vector_width, walk
 
-SILU, GELU_ERF, GELU_TANH = (tl.constexpr(i) for i in range(3))
+NONE, SILU, GELU_ERF, GELU_TANH = (tl.constexpr(i) for i in range(4))
+"""In the order of csrc/activation.h."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ def _normal_tail(z, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def _activation(a, ACTIVATION: tl.constexpr, ACCURATE: tl.constexpr):
+def activation(a, ACTIVATION: tl.constexpr, ACCURATE: tl.constexpr):
+    """act(a), elementwise."""
+    if ACTIVATION == NONE:
+        return a
     if ACTIVATION == SILU:
         return _times_sigmoid(a, a, ACCURATE)
     if ACTIVATION == GELU_TANH:
@@ -128,7 +132,7 @@ def gated_kernel(
     up = to_float(tl.load(gate_ptrs + WIDTH, mask=mask, other=0.0))
     # Half-precision results hide what the fast exponential loses.
     ACCURATE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    y = to_element(_activation(gate, ACTIVATION, ACCURATE) * up, out_ptr.dtype.element_ty)
+    y = to_element(activation(gate, ACTIVATION, ACCURATE) * up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset[:, None] + cols[None, :], y, mask=mask)
 
 
@@ -142,7 +146,7 @@ def gelu_and_mul(x: Tensor, tanh_approx: bool, out: Tensor) -> None:
     _gated(x, out, GELU_TANH if tanh_approx else GELU_ERF)
 
 
-def _gated(x: Tensor, out: Tensor, activation: tl.constexpr) -> None:
+def _gated(x: Tensor, out: Tensor, kind: tl.constexpr) -> None:
     width = out.shape[-1]
     for rows, (x_start, out_start) in walk(x, out):
         config = activation_config(rows.count, width)
@@ -164,6 +168,6 @@ def _gated(x: Tensor, out: Tensor, activation: tl.constexpr) -> None:
             BLOCK=config.block,
             NESTED=rows.nested,
             VECTOR=vector_width((x_start, out_start), strides=strides, width=width),
-            ACTIVATION=activation,
+            ACTIVATION=kind,
             num_warps=config.num_warps,
         )

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastinfer.triton_kernels.activation import NONE
+from fastinfer.triton_kernels.epilogue import (
+    epilogue_constants,
+    gated_epilogue,
+    row_stride,
+    store_result,
+)
 from fastinfer.triton_kernels.launch import Device, device_of, launch
-from fastinfer.triton_kernels.rows import INTERPRETED, to_element, to_float
+from fastinfer.triton_kernels.quantization import storable
+from fastinfer.triton_kernels.rows import INTERPRETED, to_float
 
 TILE = 64
 """Features and inputs of a packed tile."""
@@ -51,11 +60,20 @@ C = GemmConfig
 _HALF = (C(128, 2, 8, 4), C(64, 2, 8, 3), C(64, 1, 4, 4), C(32, 1, 4, 6), C(16, 1, 4, 8))
 # fp32 has no tensor cores that keep its precision: small tiles, so that registers suffice.
 _FULL_PRECISION = (C(32, 1, 4, 2), C(16, 1, 4, 2))
+# A packed tile of gates and one of what they multiply.
+_GATED_HALF = (C(128, 2, 8, 4), C(64, 2, 8, 3), C(32, 2, 4, 4), C(16, 2, 4, 6))
+_GATED_FULL_PRECISION = (C(32, 2, 8, 2), C(16, 2, 8, 2))
 
 
-def gemm_config(device: Device, *, m: int, n: int, bits: int, itemsize: int) -> GemmConfig:
+def gemm_config(
+    device: Device, *, m: int, n: int, bits: int, itemsize: int, gated: bool = False
+) -> GemmConfig:
     """The largest tile that fits the device, is filled by the rows and leaves no processor idle."""
-    table = _FULL_PRECISION if itemsize == 4 else _HALF
+    table: tuple[GemmConfig, ...]
+    if gated:
+        table = _GATED_FULL_PRECISION if itemsize == 4 else _GATED_HALF
+    else:
+        table = _FULL_PRECISION if itemsize == 4 else _HALF
     for config in table[:-1]:
         programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.tiles * TILE)
         if (
@@ -74,8 +92,8 @@ def block_k(group_size: int) -> int:
 
 @triton.jit
 def _codes(
-    packed, tile_stride, tiles, step,
-    BITS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
+    packed, tile_stride, tiles, apart, step,
+    BITS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """The codes of some steps of a packed tile: [features, inputs].
 
@@ -90,7 +108,7 @@ def _codes(
     TAKEN: tl.constexpr = STEPS // LOADED  # steps out of a loaded word
 
     if BITS == 3:
-        codes = _words_of_3_bits(packed, tile_stride, tiles, step, TILES, STEPS)
+        codes = _words_of_3_bits(packed, tile_stride, tiles, apart, step, TILES, STEPS, GATED)
     else:
         index = tl.arange(0, TILES * 4 * 32 * LOADED * WORDS_OF_STEP)
         part = index % WORDS_OF_STEP
@@ -100,7 +118,8 @@ def _codes(
         tile = index // (WORDS_OF_STEP * LOADED * 32 * 4)
         word = row16 * (4 // STEPS_OF_WORD) + step // STEPS_OF_WORD + loaded
         word = word * WORDS_OF_STEP + part
-        codes = _word(packed, tile_stride, tiles, tile, lane, word)
+        tile, inside = _tile(tile, tiles, apart, TILES, GATED)
+        codes = _word(packed, tile_stride, tile, inside, lane, word)
         codes = codes >> (BITS * 4 * (step % STEPS_OF_WORD))
     HALVES: tl.constexpr = (TAKEN * PAIRS).bit_length()
     for half in tl.static_range(HALVES):
@@ -112,24 +131,38 @@ def _codes(
 
 
 @triton.jit
-def _word(packed, tile_stride, tiles, tile, lane, word):
+def _tile(tile, tiles, apart, TILES: tl.constexpr, GATED: tl.constexpr):
+    """Where a program's tile is, and whether it is. Of a gated weight, what gates multiply lies
+    `apart` tiles behind them.
+    """
+    inside = tile < tiles
+    if GATED:
+        inside = tile % (TILES // 2) < tiles
+        tile = tile % (TILES // 2) + tile // (TILES // 2) * apart
+    return tile, inside
+
+
+@triton.jit
+def _word(packed, tile_stride, tile, inside, lane, word):
     """A numbered word of a lane of a tile."""
     offset = tile * tile_stride + word // 4 * 128 + lane * 4 + word % 4
-    return tl.load(packed + offset, mask=tile < tiles, other=0)
+    return tl.load(packed + offset, mask=inside, other=0)
 
 
 @triton.jit
 def _words_of_3_bits(
-    packed, tile_stride, tiles, step, TILES: tl.constexpr, STEPS: tl.constexpr
+    packed, tile_stride, tiles, apart, step,
+    TILES: tl.constexpr, STEPS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Steps 0 to 2 have a word each; the last step's codes are gathered from what these leave, the
     upper four bits of their halves.
     """
     index = tl.arange(0, TILES * 4 * 32)
-    tile, row16, lane = index // (4 * 32), index // 32 % 4, index % 32
-    a = _word(packed, tile_stride, tiles, tile, lane, 3 * row16)
-    b = _word(packed, tile_stride, tiles, tile, lane, 3 * row16 + 1)
-    c = _word(packed, tile_stride, tiles, tile, lane, 3 * row16 + 2)
+    tile, inside = _tile(index // (4 * 32), tiles, apart, TILES, GATED)
+    row16, lane = index // 32 % 4, index % 32
+    a = _word(packed, tile_stride, tile, inside, lane, 3 * row16)
+    b = _word(packed, tile_stride, tile, inside, lane, 3 * row16 + 1)
+    c = _word(packed, tile_stride, tile, inside, lane, 3 * row16 + 2)
     d = ((a >> 12) & 0x00070007) | ((b >> 9) & 0x00380038) | ((c >> 6) & 0x01C001C0)
     d = d | ((a >> 6) & 0x02000200) | ((b >> 5) & 0x04000400) | ((c >> 4) & 0x08000800)
     if STEPS == 4:
@@ -141,7 +174,38 @@ def _words_of_3_bits(
     return words
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit
+def _add_outliers(
+    acc,  # [features, rows]
+    x_ptr, row, inside_m, x_stride, k,
+    feature, inside_n, perm_ptr, offsets_ptr, columns_ptr, values_ptr, num_outliers,
+    HAS_PERM: tl.constexpr,
+):  # fmt: skip
+    """acc + outliers x^T: the features' entries one after the other, all features at a time.
+
+    Nothing outside x and the entries is read whatever these are; a column outside makes NaN.
+    """
+    begin = tl.load(offsets_ptr + feature, mask=inside_n, other=0)
+    end = tl.load(offsets_ptr + feature + 1, mask=inside_n, other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), num_outliers)
+    end = tl.minimum(tl.maximum(end, 0), num_outliers)
+    x_rows = x_ptr + row.to(tl.int64)[None, :] * x_stride
+    # Not in stages: an entry says where the next load is.
+    for i in tl.range(0, tl.max(end - begin, axis=0), num_stages=1):
+        there = i < end - begin
+        column = tl.load(columns_ptr + begin + i, mask=there, other=0)
+        value = to_float(tl.load(values_ptr + begin + i, mask=there, other=0.0))
+        known = (column >= 0) & (column < k)
+        if HAS_PERM:
+            column = tl.load(perm_ptr + column, mask=there & known, other=0)
+            known &= (column >= 0) & (column < k)
+        mask = (there & known)[:, None] & inside_m[None, :]
+        x = to_float(tl.load(x_rows + column[:, None], mask=mask, other=0.0))
+        acc += tl.where(known, value, float("nan"))[:, None] * x
+    return acc
+
+
+@triton.jit(do_not_specialize=["m", "num_outliers"])
 def low_bit_gemm_kernel(
     x_ptr,  # [M, K]
     qweight_ptr,  # [ceil(N / 64), ceil(K / 64), BITS * 128]
@@ -149,12 +213,19 @@ def low_bit_gemm_kernel(
     zeros_ptr,  # [groups, N] or None
     perm_ptr,  # [K] or None
     bias_ptr,  # [N] or None
-    out_ptr,  # [M, N]
+    outlier_offsets_ptr,  # [N + 1] or None
+    outlier_columns_ptr,  # [num_outliers] or None
+    outlier_values_ptr,  # likewise
+    residual_ptr,  # like out, or None
+    out_scale_ptr,  # [1, 1] or None
+    out_ptr,  # [M, N], or [M, N / 2] if gated; bytes if fp8
     m,
     n,
     k,
     group_size,
+    num_outliers,
     x_stride,
+    residual_stride,
     out_stride,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -163,8 +234,15 @@ def low_bit_gemm_kernel(
     HAS_ZEROS: tl.constexpr,
     HAS_PERM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """out = x W^T + bias for BLOCK_M rows and TILES * 64 features; neighbours share the weight."""
+    """x W^T + bias, and what follows, for BLOCK_M rows and TILES * 64 features; neighbours share
+    the weight. If gated, N / 2 is a multiple of 64, and half of the features are gates.
+    """
     BLOCK_N: tl.constexpr = TILES * _TILE
     BLOCK_K: tl.constexpr = STEPS * _STEP
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
@@ -173,14 +251,23 @@ def low_bit_gemm_kernel(
     SUBTRACT: tl.constexpr = HAS_ZEROS and dtype == tl.float32
 
     blocks_m = tl.cdiv(m, BLOCK_M)
-    first_tile = tl.program_id(0) // blocks_m * TILES
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the result
+    first_tile = tl.program_id(0) // blocks_m * (COLUMNS // _TILE)
     row = (tl.program_id(0) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     feature = first_tile * _TILE + tl.arange(0, BLOCK_N)
-    inside_m, inside_n = row < m, feature < n
+    apart = 0
+    width = n
+    if GATED:
+        apart = (n // (2 * _TILE)).to(tl.int64)
+        width = n // 2
+        feature = first_tile * _TILE + tl.arange(0, BLOCK_N) % COLUMNS
+    inside_m, inside_n = row < m, feature < width
+    if GATED:
+        feature += tl.arange(0, BLOCK_N) // COLUMNS * width
     x_rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
     tile_stride = tl.cdiv(k, _TILE) * (BITS * 128)
     packed = qweight_ptr + first_tile.to(tl.int64) * tile_stride
-    tiles = tl.cdiv(n, _TILE) - first_tile
+    tiles = tl.cdiv(width, _TILE) - first_tile
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for begin in range(0, k, BLOCK_K):
@@ -197,7 +284,7 @@ def low_bit_gemm_kernel(
             x = tl.load(x_rows + col[None, :], mask=mask, other=0.0)
         tile_words = packed + begin // _TILE * (BITS * 128)
         step = 0 if STEPS == 4 else begin // _STEP % 4
-        codes = _codes(tile_words, tile_stride, tiles, step, BITS, TILES, STEPS)
+        codes = _codes(tile_words, tile_stride, tiles, apart, step, BITS, TILES, STEPS, GATED)
         # 2^23 with a code in its last bits is their sum: faster than a conversion.
         weight = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
         group = (begin // group_size).to(tl.int64) * n + feature
@@ -216,14 +303,19 @@ def low_bit_gemm_kernel(
             part -= (zero - MIDDLE)[:, None] * tl.sum(to_float(x), axis=1)[None, :]
         acc += scale[:, None] * part
 
+    if HAS_OUTLIERS:
+        acc = _add_outliers(
+            acc, x_ptr, row, inside_m, x_stride, k, feature, inside_n, perm_ptr,
+            outlier_offsets_ptr, outlier_columns_ptr, outlier_values_ptr, num_outliers, HAS_PERM,
+        )  # fmt: skip
     if HAS_BIAS:
         acc += to_float(tl.load(bias_ptr + feature, mask=inside_n, other=0.0))[:, None]
-    out_rows = out_ptr + row.to(tl.int64)[:, None] * out_stride
-    tl.store(
-        out_rows + feature[None, :],
-        tl.trans(to_element(acc, out_ptr.dtype.element_ty)),
-        mask=inside_m[:, None] & inside_n[None, :],
-    )
+    column = first_tile * _TILE + tl.arange(0, COLUMNS)
+    store_result(
+        acc, row, column, inside_m[:, None] & (column < width)[None, :], residual_ptr,
+        out_scale_ptr, out_ptr, residual_stride, out_stride, ACTIVATION, GATED, HAS_RESIDUAL,
+        FORMAT,
+    )  # fmt: skip
 
 
 def low_bit_gemm(
@@ -235,12 +327,28 @@ def low_bit_gemm(
     group_size: int,
     perm: Tensor | None,
     bias: Tensor | None,
+    outlier_offsets: Tensor | None,
+    outlier_columns: Tensor | None,
+    outlier_values: Tensor | None,
+    activation: int,
+    gated: bool,
+    residual: Tensor | None,
+    out_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """out = x W^T + bias; group_size is a multiple of 16."""
-    (m, k), n = x.shape, out.shape[1]
+    """x W^T + bias, and what follows, to out; group_size is a multiple of 16."""
+    (m, k), n = x.shape, scales.shape[1]
+    if gated and n // 2 % TILE != 0:
+        # Packed tiles hold gates and what other gates multiply.
+        y = torch.empty((m, n), dtype=torch.float32, device=x.device)
+        low_bit_gemm(
+            bits, x, qweight, scales, zeros, group_size, perm, bias, outlier_offsets,
+            outlier_columns, outlier_values, NONE.value, False, None, None, y,
+        )  # fmt: skip
+        gated_epilogue(y, activation, residual, out_scale, out)
+        return
     device = device_of(x.get_device())
-    config = gemm_config(device, m=m, n=n, bits=bits, itemsize=x.element_size())
+    config = gemm_config(device, m=m, n=n, bits=bits, itemsize=x.element_size(), gated=gated)
     launch(
         low_bit_gemm_kernel,
         (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.tiles * TILE),),
@@ -251,12 +359,19 @@ def low_bit_gemm(
         zeros,
         perm,
         bias,
-        out,
+        outlier_offsets,
+        outlier_columns,
+        outlier_values,
+        residual,
+        out_scale,
+        storable(out),
         m,
         n,
         k,
         group_size,
+        0 if outlier_columns is None else outlier_columns.numel(),
         x.stride(0),
+        row_stride(residual),
         out.stride(0),
         BITS=bits,
         BLOCK_M=config.block_m,
@@ -265,6 +380,8 @@ def low_bit_gemm(
         HAS_ZEROS=zeros is not None,
         HAS_PERM=perm is not None,
         HAS_BIAS=bias is not None,
+        HAS_OUTLIERS=outlier_offsets is not None,
+        **epilogue_constants(activation, gated, residual, out),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

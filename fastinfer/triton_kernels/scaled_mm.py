@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
+from fastinfer.triton_kernels.epilogue import epilogue_constants, row_stride, store_result
 from fastinfer.triton_kernels.launch import Device, device_of, launch
-from fastinfer.triton_kernels.rows import INTERPRETED, to_element, to_float
+from fastinfer.triton_kernels.quantization import storable
+from fastinfer.triton_kernels.rows import INTERPRETED, to_float
 
 BLOCK = 128
 """Inputs, and features of b, that share a block's scale."""
@@ -111,9 +113,9 @@ def _product(weight, a, FP8: tl.constexpr):
 
 
 @triton.jit
-def _feature_scales(pointer, inside, B_SCALE_ROWS: tl.constexpr):
+def _feature_scales(pointer, inside, SHARED: tl.constexpr):
     """Of the features [features, 1], or the one they share."""
-    if B_SCALE_ROWS == 1:
+    if not SHARED:
         scale = tl.load(pointer, mask=inside, other=0.0)
         scale = scale[:, None]
     else:
@@ -129,7 +131,9 @@ def scaled_mm_kernel(
     b_scale_ptr,  # [1 or N or ceil(N / 128), 1 or ceil(K / 128)]
     a_zero_ptr,  # [M] or None
     bias_ptr,  # [N] or None
-    out_ptr,  # [M, N]
+    residual_ptr,  # like out, or None
+    out_scale_ptr,  # [1, 1] or None
+    out_ptr,  # [M, N], or [M, N / 2] if gated; bytes if fp8
     m,
     n,
     k,
@@ -140,6 +144,7 @@ def scaled_mm_kernel(
     b_scale_stride,
     b_scale_block_stride,
     a_zero_stride,
+    residual_stride,
     out_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,15 +155,29 @@ def scaled_mm_kernel(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LONG: tl.constexpr,  # sums exceed int32
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """out = (a - a_zero) b^T, scaled, + bias; neighbours share the weight."""
+    """(a - a_zero) b^T, scaled, + bias, and what follows; neighbours share the weight. If gated,
+    half of a program's features are gates, and the others what these multiply.
+    """
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the result
+    SHARED: tl.constexpr = B_SCALE_ROWS != 1 and not GATED
     SUM: tl.constexpr = tl.float32 if FP8 else (tl.int64 if LONG else tl.int32)
 
     blocks_m = tl.cdiv(m, BLOCK_M)
     row = (tl.program_id(0) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = tl.program_id(0) // blocks_m * BLOCK_N
+    first = tl.program_id(0) // blocks_m * COLUMNS
     feature = first + tl.arange(0, BLOCK_N)
-    inside_m, inside_n = row < m, feature < n
+    width = n
+    if GATED:
+        width = n // 2
+        feature = first + tl.arange(0, BLOCK_N) % COLUMNS
+    inside_m, inside_n = row < m, feature < width
+    if GATED:
+        feature += tl.arange(0, BLOCK_N) // COLUMNS * width
     if FP8 and not INTERPRETED and cuda_capability_geq(8, 9):
         a_ptr = a_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         b_ptr = b_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -166,10 +185,10 @@ def scaled_mm_kernel(
     a_rows = a_ptr + row_long[:, None] * a_stride
     b_rows = b_ptr + feature_long[:, None] * b_stride
     a_scales = a_scale_ptr + row_long * a_scale_stride
-    if B_SCALE_ROWS == 1:
-        b_scales = b_scale_ptr + feature_long * b_scale_stride
-    else:  # all features of the tile share one
+    if SHARED:  # by all features of the tile
         b_scales = b_scale_ptr + first.to(tl.int64) // B_SCALE_ROWS * b_scale_stride
+    else:
+        b_scales = b_scale_ptr + feature_long // B_SCALE_ROWS * b_scale_stride
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     if HAS_ZERO:  # the sums of b, in each column
@@ -183,7 +202,7 @@ def scaled_mm_kernel(
         part = _product(b, a, FP8)
         if BLOCK_SCALES:
             a_scale = tl.load(a_scales, mask=inside_m, other=0.0)
-            b_scale = _feature_scales(b_scales, inside_n, B_SCALE_ROWS)
+            b_scale = _feature_scales(b_scales, inside_n, SHARED)
             blocks = 1  # that end here
             if BLOCK_K < _BLOCK:
                 blocks = (begin + BLOCK_K) // _BLOCK - begin // _BLOCK
@@ -202,15 +221,16 @@ def scaled_mm_kernel(
         result = acc.to(tl.float32)
     if not BLOCK_SCALES:
         a_scale = tl.load(a_scales, mask=inside_m, other=0.0)
-        b_scale = _feature_scales(b_scales, inside_n, B_SCALE_ROWS)
+        b_scale = _feature_scales(b_scales, inside_n, SHARED)
         result = result * a_scale[None, :] * b_scale
     if HAS_BIAS:
         result += to_float(tl.load(bias_ptr + feature, mask=inside_n, other=0.0))[:, None]
-    tl.store(
-        out_ptr + row_long[:, None] * out_stride + feature[None, :],
-        tl.trans(to_element(result, out_ptr.dtype.element_ty)),
-        mask=inside_m[:, None] & inside_n[None, :],
-    )
+    column = first + tl.arange(0, COLUMNS)
+    store_result(
+        result, row, column, inside_m[:, None] & (column < width)[None, :], residual_ptr,
+        out_scale_ptr, out_ptr, residual_stride, out_stride, ACTIVATION, GATED, HAS_RESIDUAL,
+        FORMAT,
+    )  # fmt: skip
 
 
 def _scale_strides(scale: Tensor, rows: int) -> tuple[int, int, int]:
@@ -238,9 +258,13 @@ def scaled_mm(
     b_scale: Tensor,
     a_zero: Tensor | None,
     bias: Tensor | None,
+    activation: int,
+    gated: bool,
+    residual: Tensor | None,
+    out_scale: Tensor | None,
     out: Tensor,
 ) -> None:
-    """out = (a - a_zero) b^T, scaled, + bias."""
+    """(a - a_zero) b^T, scaled, + bias, and what follows, to out."""
     (m, k), n = a.shape, b.shape[0]
     fp8 = a.dtype != torch.int8
     config = scaled_mm_config(
@@ -258,7 +282,9 @@ def scaled_mm(
         b_scale,
         a_zero,
         bias,
-        out,
+        residual,
+        out_scale,
+        storable(out),
         m,
         n,
         k,
@@ -268,7 +294,8 @@ def scaled_mm(
         a_block,
         b_row,
         b_block,
-        a_zero.stride(0) if a_zero is not None else 0,
+        row_stride(a_zero),
+        row_stride(residual),
         out.stride(0),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -279,6 +306,7 @@ def scaled_mm(
         HAS_ZERO=a_zero is not None,
         HAS_BIAS=bias is not None,
         LONG=k > MAX_INT32_K,
+        **epilogue_constants(activation, gated, residual, out),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

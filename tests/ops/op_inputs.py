@@ -288,6 +288,39 @@ def _gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
     return arguments
 
 
+def _gated_gemm(bits: int) -> Callable[[int, torch.dtype], Arguments]:
+    """Into fp8, with all that may be there."""
+
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        n = 2 * GEMM_N
+        return {
+            **_gemm(bits)(tokens, dtype),
+            "qweight": pack_codes(torch.randint(0, 2**bits, (n, GEMM_K)), bits),
+            "scales": torch.rand(-(-GEMM_K // 16), n).to(dtype) + 0.5,
+            "zeros": torch.rand(-(-GEMM_K // 16), n).to(dtype) * 2**bits,
+            "bias": torch.randn(n),
+            "norm_weight": torch.rand(GEMM_K).to(dtype),
+            "norm_eps": 1e-5,
+            "norm_weight_offset": 1.0,
+            "outlier_offsets": torch.arange(n + 1, dtype=torch.int32) // 2,
+            "outlier_columns": torch.randint(0, GEMM_K, (n // 2,), dtype=torch.int32),
+            "outlier_values": torch.randn(n // 2),
+            **_gated_to_fp8(torch.randn(tokens, GEMM_N).to(dtype)),
+        }
+
+    return arguments
+
+
+def _gated_to_fp8(residual: Tensor) -> Arguments:
+    return {
+        "activation": "silu",
+        "gated": True,
+        "residual": residual,
+        "out_scale": torch.full((1, 1), 0.5),
+        "out_dtype": torch.float8_e4m3fn,
+    }
+
+
 def _scaled_mm(tokens: int, storage: torch.dtype, out: torch.dtype) -> Arguments:
     """Scales of rows; the same fraction of the codes' range whatever the storage."""
     a, b = ((torch.randn(rows, MM_K) * 20).to(storage) for rows in (tokens, MM_N))
@@ -321,6 +354,19 @@ def _int8_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
 
 def _symmetric_scaled_mm(tokens: int, dtype: torch.dtype) -> Arguments:
     return _scaled_mm(tokens, torch.int8, dtype)
+
+
+def _gated_scaled_mm(
+    make: Callable[[int, torch.dtype], Arguments],
+) -> Callable[[int, torch.dtype], Arguments]:
+    """An even number of features; into fp8, with all that may be there."""
+
+    def arguments(tokens: int, dtype: torch.dtype) -> Arguments:
+        given = make(tokens, dtype)
+        given |= {name: given[name][1:] for name in ("b", "b_scale", "bias")}
+        return given | _gated_to_fp8(torch.randn(tokens, MM_N // 2).to(dtype))
+
+    return arguments
 
 
 def _greedy(tokens: int, dtype: torch.dtype) -> Arguments:
@@ -362,12 +408,24 @@ _MAKERS: dict[str, dict[str, Callable[[int, torch.dtype], Arguments]]] = {
     "quantize_int8": {"plain": _quantize, "groups": _quantize_groups, "static": _quantize_static},
     "quantize_int8_asymmetric": {"plain": _quantize},
     "rotary_embedding_": {"plain": _rotary, "q_only": _rotary_q},
-    "int2_gemm": {"plain": _gemm(2)},
-    "int3_gemm": {"plain": _gemm(3)},
-    "int4_gemm": {"plain": _gemm(4), "symmetric": _symmetric_gemm(4)},
-    "int8_gemm": {"plain": _gemm(8)},
-    "fp8_scaled_mm": {"plain": _fp8_scaled_mm, "blocks": _fp8_block_scaled_mm},
-    "int8_scaled_mm": {"plain": _int8_scaled_mm, "symmetric": _symmetric_scaled_mm},
+    "int2_gemm": {"plain": _gemm(2), "gated": _gated_gemm(2)},
+    "int3_gemm": {"plain": _gemm(3), "gated": _gated_gemm(3)},
+    "int4_gemm": {
+        "plain": _gemm(4),
+        "symmetric": _symmetric_gemm(4),
+        "gated": _gated_gemm(4),
+    },
+    "int8_gemm": {"plain": _gemm(8), "gated": _gated_gemm(8)},
+    "fp8_scaled_mm": {
+        "plain": _fp8_scaled_mm,
+        "blocks": _fp8_block_scaled_mm,
+        "gated": _gated_scaled_mm(_fp8_scaled_mm),
+    },
+    "int8_scaled_mm": {
+        "plain": _int8_scaled_mm,
+        "symmetric": _symmetric_scaled_mm,
+        "gated": _gated_scaled_mm(_int8_scaled_mm),
+    },
     "sample": {"plain": _sample, "greedy": _greedy},
 }
 
@@ -411,6 +469,9 @@ def everything(op: str, device: str = "cpu") -> Arguments:
         "qk_norm_rope_append_": "int8",
         "quantize_fp8": "static",
         "quantize_int8": "static",
+        **{f"int{bits}_gemm": "gated" for bits in (2, 3, 4, 8)},
+        "fp8_scaled_mm": "gated",
+        "int8_scaled_mm": "gated",
     }
     variant = variants.get(op, "plain")
     arguments = make(op, variant, device=device)

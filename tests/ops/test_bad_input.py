@@ -14,10 +14,14 @@ from tests.ops.op_inputs import MUTATED, OPS, OUTPUTS, Arguments, everything, ma
 INTEGERS = {
     "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "slot_mapping", "tree_mask", "plan",
     "positions", "top_k", "seeds", "qweight", "perm", "a_zero",
+    "outlier_offsets", "outlier_columns",
 }  # fmt: skip
 
 # The same, where the name holds floats elsewhere.
 INTEGER_OPERANDS = {("int8_scaled_mm", "a"), ("int8_scaled_mm", "b")}
+
+# Matrix products with an epilogue.
+PRODUCTS = [*(f"int{bits}_gemm" for bits in (2, 3, 4, 8)), "fp8_scaled_mm", "int8_scaled_mm"]
 
 # Arguments that may have any rank >= 1: adding a dimension is not an error by itself.
 ANY_RANK = {
@@ -43,6 +47,7 @@ ANY_STRIDES = {
     ("int8_scaled_mm", "a_scale"),
     ("int8_scaled_mm", "b_scale"),
     ("int8_scaled_mm", "a_zero"),
+    *[(op, "out_scale") for op in PRODUCTS],
 }
 
 # Dimensions whose size something else fixes: (op, argument, dimension).
@@ -85,7 +90,8 @@ SIZES = [
         (f"int{bits}_gemm", name, dim)
         for bits in (2, 3, 4, 8)
         for name, dims in (("x", 1), ("qweight", 3), ("scales", 2), ("zeros", 2), ("perm", 1),
-                           ("bias", 1))
+                           ("bias", 1), ("norm_weight", 1), ("outlier_offsets", 1),
+                           ("outlier_columns", 1), ("outlier_values", 1))
         for dim in (range(dims) if name != "x" else [1])
     ],
     *[
@@ -95,6 +101,7 @@ SIZES = [
         for dim in range(dims)
     ],
     ("int8_scaled_mm", "a_zero", 0), ("int8_scaled_mm", "a_zero", 1),
+    *[(op, "residual", dim) for op in PRODUCTS for dim in (0, 1)],
     ("quantize_fp8", "x", 0), ("quantize_fp8", "scale", 0), ("quantize_fp8", "scale", 1),
     ("quantize_int8", "x", 0), ("quantize_int8", "scale", 0), ("quantize_int8", "scale", 1),
     ("sample", "temperature", 0), ("sample", "top_k", 0), ("sample", "top_p", 0),

@@ -17,6 +17,7 @@ from tests.reference.attention import (
     visible_keys,
     weighted_sum,
 )
+from tests.reference.epilogue import epilogue
 from tests.reference.kv_cache import (
     append_paged_kv_cache_,
     qk_norm_rope_append_,
@@ -67,6 +68,7 @@ __all__ = [
     "append_paged_kv_cache_",
     "attend",
     "dequantized",
+    "epilogue",
     "flash_attention",
     "flash_attention_varlen",
     "fp8_scaled_mm",

@@ -1,8 +1,13 @@
 """Weights of 2, 3, 4 and 8 bits: their packed layout, their values, and the product with them."""
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tests.reference.epilogue import epilogue
+from tests.reference.norm import rms_norm
 from tests.reference.threads import single_threaded
 
 TILE = 64
@@ -93,13 +98,29 @@ def low_bit_gemm(
     group_size: int = 128,
     perm: Tensor | None = None,
     bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    outlier_offsets: Tensor | None = None,
+    outlier_columns: Tensor | None = None,
+    outlier_values: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Tensor:
-    """x W^T + bias, the weight rounded to `dtype` first."""
-    weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1]).to(
-        dtype
-    )
+    """x W^T + bias, and the `epilogue`. W is what the codes stand for and the outliers, rounded to
+    `dtype` first; x is normalised if there is a norm_weight.
+    """
+    weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1])
+    if outlier_offsets is not None:
+        for n, (begin, end) in enumerate(itertools.pairwise(outlier_offsets.tolist())):
+            for column, value in zip(
+                outlier_columns[begin:end].tolist(), outlier_values[begin:end], strict=True
+            ):
+                weight[n, column] += value.double()
+    weight = weight.to(dtype)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, weight_offset=norm_weight_offset, dtype=dtype)
     if perm is not None:
         x = x[:, perm.long()]
     out = x.to(dtype) @ weight.T
-    return out if bias is None else out + bias.to(dtype)
+    return epilogue(out if bias is None else out + bias.to(dtype), **options)

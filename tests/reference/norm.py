@@ -1,10 +1,9 @@
 """Normalisation and activations."""
 
-import math
-
 import torch
 from torch import Tensor
 
+from tests.reference.epilogue import epilogue
 from tests.reference.threads import single_threaded
 
 
@@ -71,8 +70,7 @@ def fused_add_layer_norm_(
 @single_threaded
 def silu_and_mul(x: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
     """silu(a) * b for x = [a, b] along the last dimension."""
-    a, b = x.to(dtype).chunk(2, -1)
-    return a * torch.sigmoid(a) * b
+    return epilogue(x.to(dtype), activation="silu", gated=True)
 
 
 @single_threaded
@@ -80,10 +78,4 @@ def gelu_and_mul(
     x: Tensor, *, tanh_approx: bool = False, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """gelu(a) * b for x = [a, b]; gelu by erf, or by its tanh approximation."""
-    a, b = x.to(dtype).chunk(2, -1)
-    if tanh_approx:
-        # (1 + tanh(y)) / 2 is sigmoid(2 y), which keeps its digits where tanh is near -1.
-        inner = math.sqrt(2.0 / math.pi) * (a + 0.044715 * a**3)
-        return a * torch.sigmoid(2.0 * inner) * b
-    # erfc keeps the digits that 1 + erf loses where a is far below zero.
-    return 0.5 * a * torch.special.erfc(-a / math.sqrt(2.0)) * b
+    return epilogue(x.to(dtype), activation="gelu_tanh" if tanh_approx else "gelu", gated=True)

@@ -1,8 +1,11 @@
 """Scaled products of 8-bit matrices."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tests.reference.epilogue import epilogue
 from tests.reference.threads import single_threaded
 
 BLOCK = 128
@@ -26,13 +29,14 @@ def fp8_scaled_mm(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Tensor:
-    """The product of what the codes stand for, rounded to `dtype` first."""
+    """The product of what the codes stand for, rounded to `dtype` first, and the `epilogue`."""
     (m, k), n = a.shape, b.shape[0]
     x = (a.double() * _spread(a_scale, m, k, 1).double()).to(dtype)
     weight = (b.double() * _spread(b_scale, n, k, BLOCK).double()).to(dtype)
     out = x @ weight.T
-    return out if bias is None else out + bias.to(dtype)
+    return epilogue(out if bias is None else out + bias.to(dtype), **options)
 
 
 @single_threaded
@@ -45,10 +49,11 @@ def int8_scaled_mm(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Tensor:
-    """The exact sums, scaled in `dtype`: first by a's scale, then by b's."""
+    """The exact sums, scaled in `dtype`: first by a's scale, then by b's; and the `epilogue`."""
     out = int8_sums(a, b, a_zero).to(dtype) * a_scale.to(dtype) * b_scale.to(dtype).T
-    return out if bias is None else out + bias.to(dtype)
+    return epilogue(out if bias is None else out + bias.to(dtype), **options)
 
 
 def int8_sums(a: Tensor, b: Tensor, a_zero: Tensor | None = None) -> Tensor:

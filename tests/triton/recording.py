@@ -20,6 +20,7 @@ from triton.language import target_info
 from fastinfer.triton_kernels.launch import Device
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
-from fastinfer.triton_kernels import low_bit_gemm
+from fastinfer.triton_kernels import epilogue, low_bit_gemm
+from fastinfer.triton_kernels.activation import GELU_ERF, GELU_TANH, NONE, SILU
 from fastinfer.triton_kernels.launch import INTERPRETED, Device
 from fastinfer.triton_kernels.low_bit_gemm import block_k, gemm_config
-from tests.triton.recording import BF16, FP16, FP32, Launch, recorded, resources
+from tests.triton.recording import BF16, FP8, FP16, FP32, INT8, Launch, recorded, resources
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1 makes kernels that cannot be compiled"
@@ -42,9 +44,19 @@ def gemm(
     zeros: bool = False,
     perm: bool = False,
     bias: bool = False,
+    outliers: int | None = None,
+    activation: tl.constexpr = NONE,
+    gated: bool = False,
+    residual: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     """Arguments of `low_bit_gemm.low_bit_gemm`."""
     scales = torch.empty(-(-k // group_size), n, dtype=scale_dtype or dtype)
+    columns = n // 2 if gated else n
+    beside: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if outliers is not None:
+        offsets, at = (torch.empty(size, dtype=torch.int32) for size in (n + 1, outliers))
+        beside = (offsets, at, torch.empty(outliers, dtype=dtype))
     return (
         bits,
         torch.empty(m, k, dtype=dtype),
@@ -54,14 +66,23 @@ def gemm(
         group_size,
         torch.empty(k, dtype=torch.int32) if perm else None,
         torch.empty(n) if bias else None,
-        torch.empty(m, n, dtype=dtype),
+        *beside,
+        activation.value,
+        gated,
+        torch.empty(m, columns, dtype=dtype) if residual else None,
+        None if out_dtype is None else torch.empty(1, 1),
+        torch.empty(m, columns, dtype=out_dtype or dtype),
     )
 
 
-def launch_of(arguments: tuple[Any, ...], device: Device) -> Launch:
-    with recorded(low_bit_gemm, device) as found:
+def launches_of(arguments: tuple[Any, ...], device: Device) -> list[Launch]:
+    with recorded(low_bit_gemm, device) as found, recorded(epilogue, device) as after:
         low_bit_gemm.low_bit_gemm(*arguments)
-    [launch] = found
+    return found + after
+
+
+def launch_of(arguments: tuple[Any, ...], device: Device) -> Launch:
+    [launch] = launches_of(arguments, device)
     return launch
 
 
@@ -83,6 +104,31 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "4 bits, 1 row, 64 KB": ("64KB", gemm(4, 1, perm=True)),
     "fp32": ("227KB", gemm(4, 4096, dtype=FP32, zeros=True)),
     "fp32, 64 KB": ("64KB", gemm(8, 40, dtype=FP32, group_size=32, k=4090)),
+    "outliers, 1 row": ("227KB", gemm(2, 1, outliers=4096 * 41)),
+    "outliers, many rows": ("227KB", gemm(3, 4096, outliers=4096 * 41)),
+    "outliers, many rows, 163 KB": ("163KB", gemm(3, 4096, outliers=100, zeros=True)),
+    "outliers, fp32, 64 KB": ("64KB", gemm(2, 40, dtype=FP32, outliers=100)),
+    "gelu, residual": ("227KB", gemm(4, 4096, activation=GELU_ERF, residual=True)),
+    "silu, fp8": ("227KB", gemm(4, 16, activation=SILU, out_dtype=FP8)),
+    "gates, 1 row, int8": ("227KB", gemm(4, 1, activation=SILU, gated=True, out_dtype=INT8)),
+    "gates, many rows": ("227KB", gemm(4, 4096, activation=SILU, gated=True, zeros=True)),
+    "gates, everything": (
+        "227KB",
+        gemm(
+            3,
+            64,
+            zeros=True,
+            perm=True,
+            bias=True,
+            activation=GELU_TANH,
+            gated=True,
+            residual=True,
+            out_dtype=FP8,
+        ),
+    ),
+    "gates, 8 bits, 64 KB": ("64KB", gemm(8, 1, activation=SILU, gated=True)),
+    "gates, many rows, 163 KB": ("163KB", gemm(8, 4096, activation=SILU, gated=True)),
+    "gates, fp32, 64 KB": ("64KB", gemm(8, 40, dtype=FP32, activation=GELU_ERF, gated=True)),
 }
 
 
@@ -92,12 +138,25 @@ def test_compiles_into_what_the_device_has(case: str, tmp_path: Path) -> None:
     name, arguments = CASES[case]
     device = DEVICES[name]
     compiled = launch_of(arguments, device).compile(CAPABILITY[name])
-    bits, x, out = arguments[0], arguments[1], arguments[-1]
-    config = gemm_config(device, m=x.shape[0], n=out.shape[1], bits=bits, itemsize=x.element_size())
+    bits, x, scales, gated = arguments[0], arguments[1], arguments[3], arguments[12]
+    config = gemm_config(
+        device, m=x.shape[0], n=scales.shape[1], bits=bits, itemsize=x.element_size(), gated=gated
+    )
     estimate = config.shared_memory(bits, x.element_size())
     assert compiled.metadata.shared <= estimate <= device.shared_memory
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= SPILLED and used["LOCAL"] == 0, used
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_gates_that_share_packed_tiles_take_two_launches(capability: int) -> None:
+    """The product in fp32, and what follows it."""
+    arguments = gemm(
+        4, 40, n=2 * 2880 + 2, activation=SILU, gated=True, residual=True, out_dtype=FP8
+    )
+    launches = launches_of(arguments, DEVICES["163KB"])
+    assert [x.kernel.__name__ for x in launches] == ["low_bit_gemm_kernel", "gated_epilogue_kernel"]
+    launches[1].compile(capability)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -111,9 +170,11 @@ def test_codes_stay_in_the_thread_that_loaded_them(bits: int) -> None:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 300, 8192])
-def test_configuration(m: int, bits: int, itemsize: int, device: Device) -> None:
-    config = gemm_config(device, m=m, n=4096, bits=bits, itemsize=itemsize)
+def test_configuration(m: int, gated: bool, bits: int, itemsize: int, device: Device) -> None:
+    config = gemm_config(device, m=m, n=4096, bits=bits, itemsize=itemsize, gated=gated)
+    assert not gated or config.tiles % 2 == 0
     assert config.shared_memory(bits, itemsize) <= device.shared_memory
     assert config.block_m >= 16 and config.block_m & (config.block_m - 1) == 0
     # The accumulators of a product and of all of them.

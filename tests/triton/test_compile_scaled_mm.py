@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from fastinfer.triton_kernels import scaled_mm
+from fastinfer.triton_kernels.activation import GELU_ERF, GELU_TANH, NONE, SILU
 from fastinfer.triton_kernels.launch import INTERPRETED, Device
 from fastinfer.triton_kernels.scaled_mm import BLOCK, MAX_INT32_K, scaled_mm_config
-from tests.triton.recording import BF16, FP16, FP32, Launch, recorded, resources
+from tests.triton.recording import BF16, FP8, FP16, FP32, INT8, Launch, recorded, resources
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="TRITON_INTERPRET=1 makes kernels that cannot be compiled"
 )
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
 KB = 1 << 10
 DEVICES = {
     "227KB": Device(132, 227 * KB),
@@ -40,10 +41,14 @@ def mm(
     blocks: bool = False,
     zero: bool = False,
     bias: bool = False,
+    activation: tl.constexpr = NONE,
+    gated: bool = False,
+    residual: bool = False,
     dtype: torch.dtype = BF16,
 ) -> tuple[Any, ...]:
     """Arguments of `scaled_mm.scaled_mm`."""
     k_blocks = -(-k // BLOCK)
+    columns = n // 2 if gated else n
     return (
         torch.empty(m, k, dtype=storage),
         torch.empty(n, k, dtype=storage),
@@ -51,7 +56,11 @@ def mm(
         torch.empty(-(-n // BLOCK), k_blocks) if blocks else torch.empty(n, 1),
         torch.empty(m, 1, dtype=torch.int32) if zero else None,
         torch.empty(n) if bias else None,
-        torch.empty(m, n, dtype=dtype),
+        activation.value,
+        gated,
+        torch.empty(m, columns, dtype=BF16) if residual else None,
+        torch.empty(1, 1) if dtype in (FP8, INT8) else None,
+        torch.empty(m, columns, dtype=dtype),
     )
 
 
@@ -85,6 +94,18 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "fp8 as fp16, odd sizes, many rows": ("64KB", mm(FP8, 4096, k=2881, blocks=True)),
     "int8, odd sizes, many rows": ("227KB", mm(INT8, 4096, k=2881, zero=True)),
     "int8, odd sizes, 1 row": ("163KB", mm(INT8, 1, k=2881, zero=True)),
+    "fp8, gelu, residual": ("227KB", mm(FP8, 4096, activation=GELU_ERF, residual=True)),
+    "fp8, gates, fp8": ("227KB", mm(FP8, 4096, activation=SILU, gated=True, dtype=FP8)),
+    "fp8, blocks, gates": (
+        "227KB",
+        mm(FP8, 16, blocks=True, activation=SILU, gated=True, residual=True),
+    ),
+    "fp8 as fp16, gates": ("163KB", mm(FP8, 4096, activation=SILU, gated=True, dtype=FP8)),
+    "int8, gates, int8": ("163KB", mm(INT8, 1, zero=True, activation=SILU, gated=True, dtype=INT8)),
+    "int8, gates, odd sizes": (
+        "227KB",
+        mm(INT8, 4096, n=2 * 2883, k=2881, bias=True, activation=GELU_TANH, gated=True),
+    ),
     "int8, odd sizes": ("163KB", mm(INT8, 33, n=131, k=130, zero=True)),
 }
 

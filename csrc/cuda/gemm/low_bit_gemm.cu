@@ -12,10 +12,13 @@
 namespace fastinfer::cuda {
 namespace {
 
-// Weights are copied in vectors of 16 bytes. Few rows take any x; many rows come by TMA, and their
-// groups by tiles of 64. Vectors of the weight are counted in 32 bits.
+// Results are y = x W^T + bias alone. Weights are copied in vectors of 16 bytes. Few rows take any
+// x; many rows come by TMA, and their groups by tiles of 64. Vectors of the weight are counted in
+// 32 bits.
 bool supports(const LowBitGemmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.dtype == ScalarType::Float) return false;
+  if (!p.epilogue.nothing() || p.norm_weight != nullptr || p.outliers.offsets != nullptr)
+    return false;
   const int64_t vectors = (p.n + 63) / 64 * ((p.k + 63) / 64) * p.bits * 32;
   const bool counted = vectors <= kMostIndices && p.m <= kMostIndices / 2 &&
                        p.k <= kMostIndices / 2 && p.n <= kMostIndices / 2;
@@ -92,17 +95,11 @@ cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) 
   }
 }
 
-void low_bit_gemm_out(int bits, const Tensor& x, const Tensor& qweight, const Tensor& scales,
-                      const std::optional<Tensor>& zeros, int64_t group_size,
-                      const std::optional<Tensor>& perm, const std::optional<Tensor>& bias,
-                      const Tensor& out) {
-  const LowBitGemmProblem p =
-      check_low_bit_gemm(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
+void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
+  const LowBitGemmProblem p = check_low_bit_gemm(inputs, out);
   if (p.m == 0) return;
-  const int32_t device_index = x.get_device_index();
-  if (!supports(p, device_index)) {
-    return portable::low_bit_gemm_out(bits, x, qweight, scales, zeros, group_size, perm, bias, out);
-  }
+  const int32_t device_index = inputs.x.get_device_index();
+  if (!supports(p, device_index)) return portable::low_bit_gemm_out(inputs, out);
   const DeviceGuard guard(p.op, device_index);
   FI_CUDA_CHECK(launch(p, device_index, current_stream(p.op, device_index)), p.op);
 }
