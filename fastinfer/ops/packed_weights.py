@@ -284,7 +284,7 @@ def quantize_weight(
 
     def quantize_rows(first: int, last: int) -> Tensor:
         rows = weight[first:last].float()
-        _check_finite(op, rows, first)
+        check_finite(op, rows, first)
         # Zeros that fill up the last group change neither its least nor its greatest.
         grouped = pad(rows, (0, groups * group_size - k)).reshape(-1, groups, group_size)
         low = grouped.amin(2).clamp(max=0)
@@ -392,7 +392,11 @@ def _rows_of(weights: Sequence[PackedWeight], begin: int, end: int) -> Tensor:
     return torch.cat(rows)
 
 
-def _check_finite(op: str, rows: Tensor, first: int) -> None:
+# --------------------------- shared with the checkpoint formats (repack.py), and with fastinfer/nn
+
+
+def check_finite(op: str, rows: Tensor, first: int = 0) -> None:
+    """Rows of a weight, of which `rows` are those from `first` on, have no NaN and no infinity."""
     finite = rows.isfinite()
     if not finite.all():
         n, k = (~finite).nonzero()[0].tolist()
@@ -400,9 +404,6 @@ def _check_finite(op: str, rows: Tensor, first: int) -> None:
             f"fastinfer::{op}: weight: expected finite values, got {float(rows[n, k])} at "
             f"[{first + n}, {k}]"
         )
-
-
-# --------------------------------------------------- shared with the checkpoint formats (repack.py)
 
 
 def pack_rows(
