@@ -37,9 +37,14 @@ def table(record: dict[str, Any]) -> str:
     peers = sorted({name for row in record["results"] for name in row["peers"]})
     known = RECORDED["us"] if device == RECORDED["gpu"] else {}
     recorded = sorted({name for row in record["results"] for name in known.get(row["name"], {})})
+    # An engine with weights of several formats: no ceiling of one op, but what they take and give.
+    formats = on_gpu and all("weights_gb" in row for row in record["results"])
+    columns = ["kernel", "us", "share of ceiling"]
+    if formats:
+        columns = ["weights, GB", "output tokens/s", "us per token"]
     head = [
         "benchmark",
-        *(["kernel", "us", "share of ceiling"] if on_gpu else []),
+        *(columns if on_gpu else []),
         *(f"vs {p}" for p in peers),
         *(f"vs {p} (recorded)" for p in recorded),
     ]
@@ -53,7 +58,13 @@ def table(record: dict[str, Any]) -> str:
     ]
     for row in record["results"]:
         cells = [f"`{row['name']}`"]
-        if on_gpu:
+        if formats:
+            cells += [
+                f"{row['weights_gb']:.1f}",
+                f"{row['output_tokens_per_s']:.0f}",
+                f"{row['us']:.1f}",
+            ]
+        elif on_gpu:
             cells += [
                 row["backend"],
                 f"{row['us']:.1f}",

@@ -248,7 +248,10 @@ _ENGINE_OPTIONS: dict[str, _Option] = {
     "enable_prefix_caching": {"action": argparse.BooleanOptionalAction, "help": "default: yes"},
     "enforce_eager": {"action": "store_true", "help": "no CUDA graphs"},
     "load_format": {"help": "auto, or dummy for random weights"},
-    "quantization": {"help": "int2, int3, int4 or int8: round the layers' weights at load"},
+    "quantization": {
+        "help": "int2, int3, int4 or int8: round the layers' weights at load; "
+        "fp8 or int8_w8a8: activations too"
+    },
 }
 
 _SAMPLING_OPTIONS: dict[str, _Option] = {

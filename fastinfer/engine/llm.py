@@ -52,7 +52,7 @@ class LLM:
         batching: "continuous", or "static" as a baseline for measurements: see `StaticScheduler`.
         enforce_eager: record no CUDA graphs; no effect on the CPU.
         load_format: "auto", "safetensors", "gguf", or "dummy": random weights, by the config alone.
-        quantization: "int2", "int3", "int4" or "int8": rounds the layers' weights; see `load`.
+        quantization: such as "int4" or "fp8": rounds layers' weights, or activations too; `load`.
         seed: of the generator that gives requests without a seed theirs.
 
     Raises:

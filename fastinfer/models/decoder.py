@@ -36,8 +36,9 @@ class Decoder(nn.Module):
         device: where it runs.
         max_model_len: positions that occur, 0 .. max_model_len - 1; sizes the rotary tables (and
             sets the frequencies of "dynamic" rope scaling).
-        weight_bits: 2, 3, 4 or 8: layers' projections are quantized to so many bits when they are
-            packed; embeddings, norms and the output projection are not. None: not quantized.
+        quantization: one of `fastinfer.models.linear.QUANTIZATIONS`: what layers' projections
+            become when they are packed; embeddings, norms and the output projection are not
+            quantized. None: nothing is.
 
     The weights are unset until `weight_slots` are filled; those of a quantized layer have memory
     between its `allocate` and its `pack` only. On the CPU in fp32, after `pack_weights`, each
@@ -52,11 +53,11 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        weight_bits: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.weight_bits = weight_bits
+        self.quantization = quantization
         self.embed_tokens = empty((config.vocab_size, config.hidden_size), dtype, device)
         self.embed_positions: nn.Parameter | None = None
         if config.positions == "learned":
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(scale).to(dtype).item()
         self._kinds, self._kind_of_layer = _attention_kinds(config, max_model_len)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device, weight_bits=weight_bits)
+            DecoderLayer(config, dtype=dtype, device=device, quantization=quantization)
             for _ in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)

@@ -37,7 +37,7 @@ class AttentionStep:
 class DecoderLayer(nn.Module):
     """One layer; ``config`` says which norms, biases and activation it has.
 
-    With ``weight_bits`` its projections are quantized to so many bits, as `Linear` says.
+    With ``quantization`` its projections are quantized, as `Linear` says.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        weight_bits: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -54,7 +54,9 @@ class DecoderLayer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
 
         def linear(n_in: int, n_out: int, bias: bool) -> Linear:
-            return Linear(n_in, n_out, bias=bias, dtype=dtype, device=device, bits=weight_bits)
+            return Linear(
+                n_in, n_out, bias=bias, dtype=dtype, device=device, quantization=quantization
+            )
 
         def norm(size: int, wanted: bool = True) -> Norm | None:
             return make_norm(config, size, dtype, device) if wanted else None

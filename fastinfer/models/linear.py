@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import platform
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastinfer.nn import LowBitLinear
-from fastinfer.ops import quantize_weight
+from fastinfer.nn import FP8Linear, Int8W8A8Linear, LowBitLinear, QuantizedLinear
 
-_GROUP_SIZE = 128
+QUANTIZATIONS: dict[str, Callable[[nn.Linear], QuantizedLinear]] = {
+    "int2": functools.partial(LowBitLinear.from_linear, bits=2, group_size=128),
+    "int3": functools.partial(LowBitLinear.from_linear, bits=3, group_size=128),
+    "int4": functools.partial(LowBitLinear.from_linear, bits=4, group_size=128),
+    "int8": functools.partial(LowBitLinear.from_linear, bits=8, group_size=128),
+    "fp8": FP8Linear.from_linear,
+    "int8_w8a8": Int8W8A8Linear.from_linear,
+}
+"""What a projection can be made into when its weight is filled."""
 
 
 class Linear(nn.Module):
@@ -19,14 +28,15 @@ class Linear(nn.Module):
 
     Once the weight is filled, `pack` brings it into the layout that it is used in:
 
-    - with ``bits`` (2, 3, 4 or 8), as codes of so many bits, rounded to nearest in groups of 128
-      inputs with a scale and a zero point in the weight's dtype. Before `allocate` such a weight
-      has a shape and no memory, so that a model needs the memory of the layers being filled and not
-      that of its plain weights;
+    - with ``quantization``, one of `QUANTIZATIONS`, rounded to nearest. "int2" to "int8" are codes
+      of so many bits in groups of 128 inputs, with a scale and a zero point in the weight's dtype;
+      "fp8" and "int8_w8a8" are codes with a scale for each output feature, and x is quantized too,
+      each token by a scale of its own. Before `allocate` such a weight has a shape and no memory,
+      so that a model needs the memory of the layers being filled and not that of its plain weights;
     - else, an fp32 weight on an x86 CPU as `_OneDnnWeight`; any other one stays as it is.
 
-    On the CPU a row's result does not depend on the other rows of the batch in either layout, which
-    the plain product does not give, so that tokens stay the same under any batching.
+    On the CPU a row's result does not depend on the other rows of the batch in any of these
+    layouts, which the plain product does not give, so that tokens stay the same under any batching.
     """
 
     def __init__(
@@ -37,15 +47,15 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        bits: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         super().__init__()
-        self.bits = bits
+        self.quantization = quantization
         self._device = device
-        place = device if bits is None else torch.device("meta")
+        place = device if quantization is None else torch.device("meta")
         self.weight: nn.Parameter | None = empty((out_features, in_features), dtype, place)
         self.bias: nn.Parameter | None = empty((out_features,), dtype, device) if bias else None
-        self._packed: LowBitLinear | _OneDnnWeight | None = None
+        self._packed: QuantizedLinear | _OneDnnWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -76,13 +86,15 @@ class Linear(nn.Module):
         """
         if self.weight is None:
             return
-        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
-        if self.bits is not None:
-            packed = quantize_weight(weight, self.bits, _GROUP_SIZE)
-            self._packed = LowBitLinear.from_packed(packed, bias)
+        if self.quantization is not None:
+            n, k = self.weight.shape
+            linear = nn.Linear(k, n, bias=self.bias is not None, device="meta")
+            linear.weight, linear.bias = self.weight, self.bias  # type: ignore[assignment]
+            self._packed = QUANTIZATIONS[self.quantization](linear)
             self.weight = self.bias = None
-        elif _can_pack(weight):
-            self._packed = _OneDnnWeight(weight, bias)
+        elif _can_pack(self.weight.data):
+            bias = None if self.bias is None else self.bias.data
+            self._packed = _OneDnnWeight(self.weight.data, bias)
             self.weight = None
 
 

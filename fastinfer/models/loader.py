@@ -19,13 +19,11 @@ from fastinfer.models.config import DTYPES, ModelConfig
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
 from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config
-from fastinfer.models.linear import Linear
+from fastinfer.models.linear import QUANTIZATIONS, Linear
 from fastinfer.models.norm import Norm
 from fastinfer.models.source import resolve
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
-"""What `load` can do to weights, and how many bits are left of each."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,10 @@ def load(
         max_model_len: tokens a sequence may have; None: what the model was made for. Rope scaling
             may allow more, and "dynamic" scaling sets its frequencies by it.
         load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
-        quantization: "int2", "int3", "int4" or "int8" rounds the weights of layers' projections to
-            so many bits, in groups of 128 with zero points; activations, embeddings and the output
+        quantization: rounds the weights of layers' projections to nearest. "int2", "int3", "int4"
+            or "int8": to so many bits, in groups of 128 with zero points. "fp8" or "int8_w8a8": to
+            8 bits, a scale for each output feature, and the projections' inputs as well, each token
+            by a scale of its own when it is computed. Embeddings, attention and the output
             projection stay as they are. Each layer is rounded as soon as it is read, so no more
             memory is needed than for the result and one layer (beside those that begin in one file
             and end in the next). None: no quantization.
@@ -85,7 +85,7 @@ def load(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load: load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
-    weight_bits = _weight_bits(quantization)
+    _check_quantization(quantization)
     if isinstance(model, ModelConfig) and load_format != "dummy":
         raise ValueError("load: a ModelConfig has no weights; load_format='dummy' expected")
     device = torch.device(device)
@@ -102,7 +102,7 @@ def load(
     dtype = _dtype(dtype, device, config)
     max_model_len = _max_model_len(max_model_len, config)
     decoder = Decoder(
-        config, dtype=dtype, device=device, max_model_len=max_model_len, weight_bits=weight_bits
+        config, dtype=dtype, device=device, max_model_len=max_model_len, quantization=quantization
     )
     if load_format == "dummy" or checkpoint is None:
         fill_dummy(decoder)
@@ -124,7 +124,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     slots = decoder.weight_slots()
     embedding = decoder.embed_tokens.data
     _check(checkpoint, slots, embedding)
-    layers = range(len(decoder.layers) if decoder.weight_bits is not None else 0)
+    layers = range(len(decoder.layers) if decoder.quantization is not None else 0)
     layer_of = {name: i for i in layers for name in decoder.layer_slots(i)}
     missing = Counter(layer_of.values())
     progress = tqdm(
@@ -171,7 +171,7 @@ def fill_dummy(decoder: Decoder) -> None:
                 parameter.data.normal_(0.0, 0.02, generator=generator)
         if isinstance(module, Norm):
             module.fill_neutral()
-        if isinstance(module, Linear) and module.bits is not None:
+        if isinstance(module, Linear) and module.quantization is not None:
             module.pack()
 
 
@@ -222,15 +222,14 @@ def _is_tied_head(tensor: CheckpointTensor, slots: dict[str, Tensor]) -> bool:
     return tensor.slot == HEAD and HEAD not in slots
 
 
-def _weight_bits(quantization: str | None) -> int | None:
-    if quantization is None:
-        return None
-    if not isinstance(quantization, str) or quantization not in QUANTIZATIONS:
+def _check_quantization(quantization: object) -> None:
+    if quantization is not None and (
+        not isinstance(quantization, str) or quantization not in QUANTIZATIONS
+    ):
         accepted = ", ".join(map(repr, QUANTIZATIONS))
         raise ValueError(
             f"load: quantization must be None or one of {accepted}, got {quantization!r}"
         )
-    return QUANTIZATIONS[quantization]
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:

@@ -1,6 +1,17 @@
 """Drop-in modules built on `fastinfer.ops`."""
 
+from fastinfer.nn._linear import QuantizedLinear
 from fastinfer.nn.low_bit_linear import Int4Linear, Int8Linear, LowBitLinear
 from fastinfer.nn.merged_linear import MergedLinear
+from fastinfer.nn.w8a8_linear import FP8Linear, Int8W8A8Linear, W8A8Linear
 
-__all__ = ["Int4Linear", "Int8Linear", "LowBitLinear", "MergedLinear"]
+__all__ = [
+    "FP8Linear",
+    "Int4Linear",
+    "Int8Linear",
+    "Int8W8A8Linear",
+    "LowBitLinear",
+    "MergedLinear",
+    "QuantizedLinear",
+    "W8A8Linear",
+]

@@ -2,7 +2,130 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastinfer.ops._common import check
+
+
+class QuantizedLinear(nn.Module):
+    """y = x W^T + bias with a weight of codes and scales: what all such layers have in common.
+
+    Codes, scales and `bias` [N] are buffers, all in the state_dict, None where there are none.
+    Results are NaN until they are loaded: no scale is 1 because it is missing.
+
+    The dtypes of buffers never change: `half()`, `bfloat16()`, `to(dtype)` and the like move the
+    module at most, and a state_dict that would have to be rounded is refused. x may be of any
+    dtype whatever theirs are, so nothing is gained by rounding them; and bias is fp32 because this
+    is what the products take beside an x of every dtype.
+    """
+
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+
+    def _register(
+        self, shape: tuple[int, int], buffers: Mapping[str, Tensor | None], bias: Tensor | None
+    ) -> None:
+        """Makes the buffers those of this module, in their order, for a weight [N, K]."""
+        self.out_features, self.in_features = shape
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        if bias is not None:
+            op, expected = type(self).__name__, shape[:1]
+            check(
+                op,
+                bias.is_floating_point() and bias.shape == expected,
+                f"bias: expected floats of shape {expected}, got {bias.dtype} {tuple(bias.shape)}",
+            )
+            device = next(self.buffers()).device
+            check(op, bias.device == device, f"bias: expected on {device}, got {bias.device}")
+            bias = bias.detach().float().contiguous()
+        self.register_buffer("bias", bias)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """y [M, N] of x [M, K], which is dense in its rows."""
+        raise NotImplementedError
+
+    def _adopt(self) -> None:
+        """Brings buffers that were assigned into the form that the product takes."""
+        if self.bias is not None:
+            self.bias = self.bias.float().contiguous()
+
+    def _check_buffers(self) -> None:
+        """ValueError if buffers do not fit together, or hold what no weight has."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] in x's dtype.
+
+        Args:
+            x: [..., K], fp32, bf16 or fp16. Rows a constant distance apart, each dense, are read
+                where they are (a part of a fused projection); others are copied first.
+
+        Raises:
+            NotImplementedError: x requires grad, outside of `torch.no_grad()`.
+            ValueError: another width, dtype or device.
+        """
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__}: x: expected shape [..., {self.in_features}], "
+                f"got {tuple(x.shape)}"
+            )
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = self._product(rows)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """What `to`, `cuda`, `half` … come down to: only the device may change."""
+
+        def move(buffer: Tensor) -> Tensor:
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        buffers = dict(self.named_buffers(recurse=False))
+        given = {
+            name: state_dict[prefix + name]
+            for name in buffers
+            if isinstance(state_dict.get(prefix + name), Tensor)
+        }
+        rounded = [
+            f"{prefix}{name}: expected {buffers[name].dtype}, or a dtype that it holds, got "
+            f"{tensor.dtype}"
+            for name, tensor in given.items()
+            if not _holds(buffers[name].dtype, tensor.dtype)
+        ]
+        error_msgs.extend(rounded)
+        if rounded:
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # With assign=True the buffers are the tensors given, whatever these are.
+        self._adopt()
+        if len(given) == len(buffers) and not error_msgs:
+            try:
+                self._check_buffers()
+            except ValueError as error:
+                error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
 
 
 def is_plain_linear(module: object) -> bool:
@@ -12,3 +135,25 @@ def is_plain_linear(module: object) -> bool:
     layers), which replacing them would silently leave out.
     """
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def plain_weight(kind: str, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and a copy of the bias, without gradient; TypeError if this is no plain layer."""
+    if not is_plain_linear(linear):
+        raise TypeError(f"{kind}.from_linear: expected a torch.nn.Linear, got {type(linear)}")
+    bias = None if linear.bias is None else linear.bias.detach().clone()
+    return linear.weight.detach(), bias
+
+
+def check_features(kind: str, in_features: int, out_features: int) -> None:
+    """A weight has at least one row and one column."""
+    check(kind, in_features >= 1, f"in_features: expected at least 1, got {in_features}")
+    check(kind, out_features >= 1, f"out_features: expected at least 1, got {out_features}")
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every number of the other dtype is one of this dtype."""
+    # torch promotes no fp8, and promotes integers to floats that may round them.
+    if dtype == other or dtype.itemsize == 1 or dtype.is_floating_point != other.is_floating_point:
+        return dtype == other
+    return other.itemsize > 1 and torch.promote_types(dtype, other) == dtype

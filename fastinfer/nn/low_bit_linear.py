@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastinfer import ops
-from fastinfer.nn._linear import is_plain_linear
+from fastinfer.nn._linear import QuantizedLinear, check_features, plain_weight
 from fastinfer.ops._common import check
 from fastinfer.ops._outliers import Outliers
 from fastinfer.ops.packed_weights import (
@@ -29,7 +28,7 @@ _GEMM = {2: ops.int2_gemm, 3: ops.int3_gemm, 4: ops.int4_gemm, 8: ops.int8_gemm}
 _ALIGNMENT = 16  # bytes, of qweight
 
 
-class LowBitLinear(nn.Module):
+class LowBitLinear(QuantizedLinear):
     """y = x W^T + bias with a weight of low-bit codes; activations stay floats ("weight-only").
 
         W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]),   g = k // group_size
@@ -52,12 +51,8 @@ class LowBitLinear(nn.Module):
 
     Buffers, all in the state_dict, None where there are none: `qweight`, `scales`, `zeros`, `perm`
     as in `fastinfer.ops.PackedWeight`, `outlier_offsets`, `outlier_columns` and `outlier_values` as
-    in `fastinfer.ops.Outliers`, and `bias` [N], fp32. Results are NaN until they are loaded.
-
-    The dtypes of buffers never change: `half()`, `bfloat16()`, `to(dtype)` and the like move the
-    module at most, and a state_dict whose scales would have to be rounded is refused. x may be of
-    any dtype whatever theirs are, so nothing is gained by rounding them; and bias is fp32 because
-    this is what the product takes beside an x of every dtype.
+    in `fastinfer.ops.Outliers`, and `bias` [N], fp32. Their dtypes never change, and results are
+    NaN until they are loaded: see `QuantizedLinear`.
     """
 
     qweight: Tensor
@@ -67,7 +62,6 @@ class LowBitLinear(nn.Module):
     outlier_offsets: Tensor | None
     outlier_columns: Tensor | None
     outlier_values: Tensor | None
-    bias: Tensor | None
 
     _only_bits: ClassVar[int | None] = None  # of a subclass that has no others
 
@@ -87,8 +81,7 @@ class LowBitLinear(nn.Module):
     ) -> None:
         super().__init__()
         op, n, k = type(self).__name__, out_features, in_features
-        check(op, k >= 1, f"in_features: expected at least 1, got {k}")
-        check(op, n >= 1, f"out_features: expected at least 1, got {n}")
+        check_features(op, k, n)
         check(op, bits in BITS, f"bits: expected one of {BITS}, got {bits}")
         group_size = checked_group_size(op, group_size, k)
         check(
@@ -139,17 +132,14 @@ class LowBitLinear(nn.Module):
             TypeError: not a plain linear layer.
             ValueError: as `quantize_weight`, for instance for a weight with NaN.
         """
-        if not is_plain_linear(linear):
-            raise TypeError(
-                f"{cls.__name__}.from_linear: expected a torch.nn.Linear, got {type(linear)}"
-            )
+        matrix, bias = plain_weight(cls.__name__, linear)
         options: dict[str, Any] = {"symmetric": symmetric, "scale_dtype": scale_dtype}
         quantize = quantize_weight
         if outliers != 0:
             quantize = functools.partial(quantize_weight_with_outliers, fraction=outliers)
         bits = bits if bits is not None else cls._only_bits or 4
-        weight = quantize(linear.weight.detach(), bits, group_size, **options)
-        return cls.from_packed(weight, None if linear.bias is None else linear.bias.clone())
+        weight = quantize(matrix, bits, group_size, **options)
+        return cls.from_packed(weight, bias)
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> LowBitLinear:
@@ -172,49 +162,22 @@ class LowBitLinear(nn.Module):
         op, bits = type(self).__name__, self._only_bits
         fits = bits in (None, weight.bits)
         check(op, fits, f"bits: expected {bits}, got {weight.bits}")
-        self.out_features, self.in_features = weight.shape
         self.bits, self.group_size = weight.bits, weight.group_size
-        if bias is not None:
-            check(
-                op,
-                bias.is_floating_point() and bias.shape == weight.shape[:1],
-                f"bias: expected floats of shape {weight.shape[:1]}, got {bias.dtype} "
-                f"{tuple(bias.shape)}",
-            )
-            device = weight.qweight.device
-            check(op, bias.device == device, f"bias: expected on {device}, got {bias.device}")
-            bias = bias.detach().float().contiguous()
-        self.register_buffer("qweight", _aligned(weight.qweight))
         # Contiguous already, unless they came as a transposed view, which PackedWeight allows.
-        self.register_buffer("scales", weight.scales.contiguous())
-        self.register_buffer("zeros", None if weight.zeros is None else weight.zeros.contiguous())
-        self.register_buffer("perm", None if weight.perm is None else weight.perm.contiguous())
         outliers = weight.outliers
-        for name in ("offsets", "columns", "values"):
-            part = None if outliers is None else getattr(outliers, name)
-            self.register_buffer(f"outlier_{name}", part)
-        self.register_buffer("bias", bias)
+        buffers = {
+            "qweight": _aligned(weight.qweight),
+            "scales": weight.scales.contiguous(),
+            "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
+            "perm": None if weight.perm is None else weight.perm.contiguous(),
+            "outlier_offsets": None if outliers is None else outliers.offsets,
+            "outlier_columns": None if outliers is None else outliers.columns,
+            "outlier_values": None if outliers is None else outliers.values,
+        }
+        self._register(weight.shape, buffers, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y [..., N] in x's dtype.
-
-        Args:
-            x: [..., K], fp32, bf16 or fp16. Rows a constant distance apart, each dense, are read
-                where they are (a part of a fused projection); others are copied first.
-
-        Raises:
-            NotImplementedError: x requires grad, outside of `torch.no_grad()`.
-            ValueError: another width, dtype or device.
-        """
-        if not x.dim() or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__}: x: expected shape [..., {self.in_features}], "
-                f"got {tuple(x.shape)}"
-            )
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        y = _GEMM[self.bits](
+    def _product(self, rows: Tensor) -> Tensor:
+        return _GEMM[self.bits](
             rows,
             self.qweight,
             self.scales,
@@ -226,7 +189,6 @@ class LowBitLinear(nn.Module):
             outlier_columns=self.outlier_columns,
             outlier_values=self.outlier_values,
         )
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def packed_weight(self) -> PackedWeight:
         """The weight, sharing this module's buffers; `.dequantize()` is the matrix it stands for.
@@ -263,53 +225,12 @@ class LowBitLinear(nn.Module):
             f"scale_dtype={self.scales.dtype}{outliers}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
-        """What `to`, `cuda`, `half` … come down to: only the device may change."""
-
-        def move(buffer: Tensor) -> Tensor:
-            moved = fn(buffer)
-            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
-
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        given = {
-            name: state_dict[prefix + name]
-            for name, _ in self.named_buffers(recurse=False)
-            if isinstance(state_dict.get(prefix + name), Tensor)
-        }
-        rounded = [
-            f"{prefix}{name}: expected {buffer.dtype}, or a dtype that it holds, got "
-            f"{given[name].dtype}"
-            for name, buffer in self.named_buffers(recurse=False)
-            if name in given
-            and torch.promote_types(given[name].dtype, buffer.dtype) != buffer.dtype
-        ]
-        error_msgs.extend(rounded)
-        if rounded:
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        # With assign=True the buffers are the tensors given, whatever these are.
+    def _adopt(self) -> None:
+        super()._adopt()
         self.qweight = _aligned(self.qweight)
-        if self.bias is not None:
-            self.bias = self.bias.float()
-        if len(given) == len(list(self.named_buffers(recurse=False))) and not error_msgs:
-            try:
-                self.packed_weight()
-            except ValueError as error:
-                error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
+
+    def _check_buffers(self) -> None:
+        self.packed_weight()
 
 
 class Int4Linear(LowBitLinear):
@@ -324,7 +245,7 @@ class Int4Linear(LowBitLinear):
 
 
 class Int8Linear(LowBitLinear):
-    """`LowBitLinear` of 8 bits: weight-only (W8A16), for now; activations are not quantized."""
+    """`LowBitLinear` of 8 bits: weight-only (W8A16). `Int8W8A8Linear` quantizes activations too."""
 
     _only_bits = 8
 

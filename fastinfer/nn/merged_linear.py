@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastinfer.nn._linear import is_plain_linear
+from fastinfer.nn._linear import QuantizedLinear, is_plain_linear
 from fastinfer.nn.low_bit_linear import LowBitLinear
+from fastinfer.nn.w8a8_linear import FP8Linear, Int8W8A8Linear, W8A8Linear
 from fastinfer.ops._common import check
 from fastinfer.ops.packed_weights import concatenate_packed
 
@@ -20,19 +22,23 @@ class MergedLinear(nn.Module):
     where another one has it.
 
     Args:
-        parts: at least one, all `torch.nn.Linear` or all `LowBitLinear`; their weights are copied.
+        parts: at least one, all `torch.nn.Linear`, all `LowBitLinear`, all `FP8Linear` or all
+            `Int8W8A8Linear`; their weights are copied.
 
     Raises:
-        TypeError: another kind of module, or both kinds.
-        ValueError: parts differ in in_features, dtype or device; or, of low-bit ones, in bits,
-            group_size or perm.
+        TypeError: another kind of module, or several kinds.
+        ValueError: parts differ in in_features, dtype or device; low-bit ones in bits, group_size
+            or perm; those with 8-bit activations in what they do to x, since x is quantized once
+            (`activations`, `input_scale`, whether there are blocks), or parts with blocks, but the
+            last one, have features that 128 does not divide.
 
+    Where parts have a scale for the whole weight, each feature of the merged one has its part's.
     `linear` is the merged layer, and `split_sizes` the output features of the parts.
     """
 
-    def __init__(self, parts: Sequence[nn.Linear] | Sequence[LowBitLinear]) -> None:
+    def __init__(self, parts: Sequence[nn.Linear] | Sequence[QuantizedLinear]) -> None:
         super().__init__()
-        modules: list[nn.Linear | LowBitLinear] = [*parts]
+        modules: list[nn.Linear | QuantizedLinear] = [*parts]
         check("MergedLinear", len(modules) > 0, "parts: expected at least one, got none")
         self.linear = _merge(modules)
         self.split_sizes = tuple(part.out_features for part in modules)
@@ -51,18 +57,64 @@ class MergedLinear(nn.Module):
         return f"split_sizes={self.split_sizes}"
 
 
-def _merge(parts: list[nn.Linear | LowBitLinear]) -> nn.Linear | LowBitLinear:
+def _merge(parts: list[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:
     if all(is_plain_linear(part) for part in parts):
         return _merge_plain([part for part in parts if isinstance(part, nn.Linear)])
-    low_bit = [part for part in parts if isinstance(part, LowBitLinear)]
-    if len(low_bit) == len(parts):
-        _check_same("device", [part.qweight.device for part in low_bit])
-        weight = concatenate_packed([part.packed_weight() for part in low_bit])
-        return LowBitLinear.from_packed(weight, _merge_biases(low_bit, torch.float32))
+    for kind, merge in _MERGES.items():
+        if all(isinstance(part, kind) for part in parts):
+            return merge(parts)
+    expected = ", ".join(f"all {kind.__name__}" for kind in _MERGES)
     kinds = ", ".join(type(part).__name__ for part in parts)
     raise TypeError(
-        f"MergedLinear: parts: expected all torch.nn.Linear or all LowBitLinear, got {kinds}"
+        f"MergedLinear: parts: expected all torch.nn.Linear, or {expected}; got {kinds}"
     )
+
+
+def _merge_low_bit(parts: list[LowBitLinear]) -> LowBitLinear:
+    _check_same("device", [part.qweight.device for part in parts])
+    weight = concatenate_packed([part.packed_weight() for part in parts])
+    return LowBitLinear.from_packed(weight, _merge_biases(parts, torch.float32))
+
+
+def _merge_w8a8(parts: list[W8A8Linear]) -> W8A8Linear:
+    first = parts[0]
+    _check_same("in_features", [part.in_features for part in parts])
+    _check_same("device", [part.weight.device for part in parts])
+    _check_same("activations", [part.activations for part in parts])
+    scales_of_x = [part.input_scale for part in parts if part.input_scale is not None]
+    if scales_of_x and not first.weight.is_meta:
+        # As texts, since unset ones are NaN, which equals nothing.
+        _check_same("input_scale", [str(scale.item()) for scale in scales_of_x])
+    blocks = first.granularity == "block"
+    feature_wise = {"channel": "channel or tensor", "tensor": "channel or tensor"}
+    _check_same("granularity", [feature_wise.get(p.granularity, p.granularity) for p in parts])
+    for i, part in enumerate(parts[:-1] if blocks else ()):
+        whole = part.out_features % 128 == 0
+        check(
+            "MergedLinear",
+            whole,
+            f"parts[{i}]: expected out_features that 128 divides, since the next part's blocks of "
+            f"128 features begin there, got {part.out_features}",
+        )
+    scales = [
+        part.weight_scale if blocks else part.weight_scale.expand(part.out_features, 1)
+        for part in parts
+    ]
+    return type(first)._around(
+        torch.cat([part.weight for part in parts]),
+        torch.cat(scales),
+        scales_of_x[0].clone() if scales_of_x else None,
+        _merge_biases(parts, torch.float32),
+        "block" if blocks else "channel",
+        first.activations,
+    )
+
+
+_MERGES: dict[type[QuantizedLinear], Callable[[list[Any]], QuantizedLinear]] = {
+    LowBitLinear: _merge_low_bit,
+    FP8Linear: _merge_w8a8,
+    Int8W8A8Linear: _merge_w8a8,
+}
 
 
 def _merge_plain(parts: list[nn.Linear]) -> nn.Linear:
@@ -80,7 +132,9 @@ def _merge_plain(parts: list[nn.Linear]) -> nn.Linear:
     return merged
 
 
-def _merge_biases(parts: Sequence[nn.Linear | LowBitLinear], dtype: torch.dtype) -> Tensor | None:
+def _merge_biases(
+    parts: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype
+) -> Tensor | None:
     given = [part.bias for part in parts]
     known = [bias for bias in given if bias is not None]
     if not known:

@@ -348,7 +348,7 @@ def _quantize(
 
     def quantize_rows(first: int, last: int) -> Tensor:
         rows = weight[first:last].float()
-        _check_finite(op, rows, first)
+        check_finite(op, rows, first)
         if count:
             chosen = rows.abs().topk(count, sorted=False).indices.sort().values
             columns[first:last] = chosen
@@ -468,7 +468,11 @@ def _rows_of(weights: Sequence[PackedWeight], begin: int, end: int) -> Tensor:
     return torch.cat(rows)
 
 
-def _check_finite(op: str, rows: Tensor, first: int) -> None:
+# --------------------------- shared with the checkpoint formats (repack.py), and with fastinfer/nn
+
+
+def check_finite(op: str, rows: Tensor, first: int = 0) -> None:
+    """Rows of a weight, of which `rows` are those from `first` on, have no NaN and no infinity."""
     finite = rows.isfinite()
     if not finite.all():
         n, k = (~finite).nonzero()[0].tolist()
@@ -476,9 +480,6 @@ def _check_finite(op: str, rows: Tensor, first: int) -> None:
             f"fastinfer::{op}: weight: expected finite values, got {float(rows[n, k])} at "
             f"[{first + n}, {k}]"
         )
-
-
-# --------------------------------------------------- shared with the checkpoint formats (repack.py)
 
 
 def pack_rows(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fastinfer import LLM, SamplingParams
+from fastinfer.models.linear import QUANTIZATIONS
 from tests.engine.test_llm import PROMPTS, greedy
 
-BITS = ["int2", "int3", "int4", "int8"]
 
-
-@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_batching_does_not_change_tokens(tiny_folder, llm, quantization):
     engine = LLM(tiny_folder, quantization=quantization, kv_cache_memory_bytes=1 << 22)
     params = [greedy(8, ignore_eos=True) for _ in PROMPTS]
@@ -22,14 +21,20 @@ def test_batching_does_not_change_tokens(tiny_folder, llm, quantization):
     assert [o.token_ids for o in chunked.generate(PROMPTS * 2, params)] == together
     # It is another model than the plain one.
     plain = [o.token_ids for o in llm.generate(PROMPTS, params[: len(PROMPTS)])]
-    assert quantization == "int8" or plain != together[: len(PROMPTS)]
+    assert "8" in quantization or plain != together[: len(PROMPTS)]
 
 
-def test_dummy_weights(llm):
-    engine = LLM(
-        llm.config, load_format="dummy", quantization="int4", kv_cache_memory_bytes=1 << 22
+@pytest.mark.parametrize("quantization", ["int4", "fp8", "int8_w8a8"])
+def test_dummy_weights(llm, quantization):
+    engine, again = (
+        LLM(
+            llm.config,
+            load_format="dummy",
+            quantization=quantization,
+            kv_cache_memory_bytes=1 << 22,
+        )
+        for _ in range(2)
     )
-    again = LLM(llm.config, load_format="dummy", quantization="int4", kv_cache_memory_bytes=1 << 22)
     prompt, params = [[5, 6, 7]], greedy(8, ignore_eos=True)
     tokens = engine.generate(prompt, params)[0].token_ids
     assert len(tokens) == 8 and again.generate(prompt, params)[0].token_ids == tokens

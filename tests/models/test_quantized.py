@@ -1,4 +1,6 @@
-"""Quantized decoders: they compute what the same model with the rounded weights computes."""
+"""Quantized decoders: they compute what the same model with rounded weights, or with layers that
+quantize their inputs too, computes.
+"""
 
 import copy
 from pathlib import Path
@@ -6,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastinfer.models import Decoder, load, load_tokenizer
 from fastinfer.models.layer import DecoderLayer
-from fastinfer.models.loader import QUANTIZATIONS
-from fastinfer.nn import LowBitLinear
-from fastinfer.ops import quantize_weight
+from fastinfer.models.linear import QUANTIZATIONS
+from fastinfer.nn import FP8Linear, Int8W8A8Linear, LowBitLinear, QuantizedLinear, W8A8Linear
+from fastinfer.ops import quantize_fp8, quantize_weight
 from tests.helpers import assert_accurate, assert_bit_equal
 from tests.models.test_decoder import PROMPTS
 from tests.models.tools import (
@@ -24,6 +26,9 @@ from tests.models.tools import (
     transformers_greedy,
     transformers_logits,
 )
+
+BITS = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+W8A8: dict[str, type[W8A8Linear]] = {"fp8": FP8Linear, "int8_w8a8": Int8W8A8Linear}
 
 # Inputs of 192 and 300 features: several groups, the last one partial.
 SIZES = {"hidden_size": 192, "intermediate_size": 300, "num_hidden_layers": 2}
@@ -50,17 +55,39 @@ def rounded(hf: Any, bits: int, dtype: torch.dtype = torch.float32) -> Any:
     return result
 
 
-def low_bit_layers(decoder: Decoder) -> list[LowBitLinear]:
-    return [m for m in decoder.modules() if isinstance(m, LowBitLinear)]
+@torch.no_grad()
+def replaced(hf: Any, layer: type[W8A8Linear]) -> Any:
+    """The model with each of its layers' linear ones, not merged, as a module of `fastinfer.nn`."""
+    result = copy.deepcopy(hf)
+    for parent in list(result.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(getattr(child, "weight", None), Tensor) or child.weight.dim() != 2:
+                continue
+            linear = child
+            if hf.config.model_type == "gpt2":
+                linear = nn.Linear(*child.weight.shape)
+                linear.weight = nn.Parameter(child.weight.t())
+                linear.bias = getattr(child, "bias", None)
+            if name != "lm_head" and not isinstance(child, nn.Embedding):
+                setattr(parent, name, layer.from_linear(linear))
+    return result.requires_grad_(False)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def quantized_layers(decoder: Decoder) -> list[QuantizedLinear]:
+    return [m for m in decoder.modules() if isinstance(m, QuantizedLinear)]
+
+
+def test_every_quantization_is_tested() -> None:
+    assert {*BITS, *W8A8} == {*QUANTIZATIONS}
+
+
+@pytest.mark.parametrize("quantization", BITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens(tmp_path: Path, kind: str, quantization: str) -> None:
     hf = tiny_model(kind, **KINDS[kind])
     decoder = load(save(hf, tmp_path), quantization=quantization).decoder
-    assert len(low_bit_layers(decoder)) == 4 * 2
-    hf = rounded(hf, QUANTIZATIONS[quantization])
+    assert [type(layer) for layer in quantized_layers(decoder)] == [LowBitLinear] * 4 * 2
+    hf = rounded(hf, BITS[quantization])
 
     prompts = PROMPTS[1:]
     for ids, logits in zip(prompts, paged_logits(decoder, prompts, 7), strict=True):
@@ -77,10 +104,30 @@ def test_logits_and_greedy_tokens(tmp_path: Path, kind: str, quantization: str) 
     assert paged_greedy(plain, prompts, 12, 7) == tokens
 
 
+@pytest.mark.parametrize("quantization", W8A8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_activations(tmp_path: Path, kind: str, quantization: str) -> None:
+    """As layers of `fastinfer.nn` in transformers' model. Where sums in another order move an input
+    to the next code, a token's logits change by a small part of what quantization costs.
+    """
+    hf = tiny_model(kind, **KINDS[kind])
+    decoder = load(save(hf, tmp_path), quantization=quantization).decoder
+    assert [type(layer) for layer in quantized_layers(decoder)] == [W8A8[quantization]] * 4 * 2
+    theirs = replaced(hf, W8A8[quantization])
+    logits = torch.cat(paged_logits(decoder, PROMPTS, 7))
+    expected, plain = (
+        torch.cat([transformers_logits(model, ids) for ids in PROMPTS]) for model in (theirs, hf)
+    )
+    costs = (expected - plain).norm(dim=1)
+    assert 0.01 * plain.norm() < costs.norm() < 0.5 * plain.norm()
+    differences = (logits - expected).norm(dim=1) / costs
+    assert differences.median() < 1e-4 and differences.max() < 0.3
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_logits_do_not_depend_on_batch_or_chunks(tmp_path: Path, quantization: str) -> None:
     decoder = load(save(tiny_model("llama", **SIZES), tmp_path), quantization=quantization).decoder
-    layers = low_bit_layers(decoder)
+    layers = quantized_layers(decoder)
     x = torch.randn(70, 192)
     together = layers[0](x)
     assert_bit_equal(torch.cat([layers[0](row[None]) for row in x]), together)
@@ -99,25 +146,47 @@ def test_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     """R15: no worse than a model of that dtype whose weights are the rounded ones."""
     hf = tiny_model("llama", **SIZES)
     decoder = load(save(hf, tmp_path), dtype=dtype, quantization="int4").decoder
-    assert {layer.scales.dtype for layer in low_bit_layers(decoder)} == {dtype}
+    assert {layer.get_buffer("scales").dtype for layer in quantized_layers(decoder)} == {dtype}
     hf = rounded(hf, 4, dtype)
     reference = transformers_float64_logits(hf, PROMPTS[0])
     baseline = transformers_logits(hf.to(dtype), PROMPTS[0])
     assert_accurate(paged_logits(decoder, PROMPTS[:1], 7)[0], reference, baseline, multiple=2.0)
 
 
+@pytest.mark.parametrize("quantization", W8A8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_of_activations(
+    tmp_path: Path, dtype: torch.dtype, quantization: str
+) -> None:
+    """Near the fp32 model of that kind: 16 bits between the layers cost less than 8 inside them."""
+    hf = tiny_model("llama", **SIZES)
+    folder = save(hf, tmp_path)
+    logits, wide, plain = (
+        paged_logits(load(folder, **options).decoder, PROMPTS[:1], 7)[0].float()
+        for options in (
+            {"dtype": dtype, "quantization": quantization},
+            {"quantization": quantization},
+            {},
+        )
+    )
+    assert (logits - wide).norm() < (wide - plain).norm()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_dummy_weights_are_the_plain_ones_rounded(tmp_path: Path, kind: str) -> None:
     config = load(save(tiny_model(kind, **KINDS[kind]), tmp_path)).config
-    plain = load(config, load_format="dummy", dtype=torch.bfloat16).decoder
-    decoder = load(config, load_format="dummy", dtype=torch.bfloat16, quantization="int3").decoder
+    options: Any = {"load_format": "dummy", "dtype": torch.bfloat16}
+    plain = load(config, **options).decoder
+    decoder, fp8 = (load(config, quantization=name, **options).decoder for name in ("int3", "fp8"))
     assert torch.equal(decoder.embed_tokens, plain.embed_tokens)
     for i in range(config.num_layers):
         for name in ("qkv", "attention_out", "up", "down"):
             weight = plain.layer(i).get_submodule(name).weight
-            packed = decoder.layer(i).get_submodule(name)._packed
-            assert isinstance(weight, Tensor) and isinstance(packed, LowBitLinear)
-            assert_bit_equal(packed.qweight, quantize_weight(weight.data, 3, 128).qweight)
+            assert isinstance(weight, Tensor)
+            packed = decoder.layer(i).get_submodule(name + "._packed").get_buffer("qweight")
+            assert_bit_equal(packed, quantize_weight(weight.data, 3, 128).qweight)
+            codes = fp8.layer(i).get_submodule(name + "._packed").get_buffer("weight")
+            assert_bit_equal(codes, quantize_fp8(weight.data)[0])
 
 
 @pytest.mark.parametrize("shard_size", [None, "100KB"])
@@ -151,11 +220,12 @@ def test_one_layer_at_a_time_has_plain_weights(
     assert not any(b.is_meta for b in (*decoder.buffers(), *decoder.parameters()))
 
 
-def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int4", *W8A8])
+def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path, quantization: str) -> None:
     hf = tiny_model("llama")
     hf.model.layers[1].mlp.down_proj.weight.data[3, 4] = torch.nan
     with pytest.raises(ValueError, match=r"layer 1: .*weight: expected finite values, got nan"):
-        load(save(hf, tmp_path), quantization="int4")
+        load(save(hf, tmp_path), quantization=quantization)
 
 
 def test_the_weights_are_set_once(tmp_path: Path) -> None:
@@ -167,26 +237,47 @@ def test_the_weights_are_set_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int5", "INT4", "", 4, True, ["int4"]])
 def test_unknown_quantizations(quantization: Any) -> None:
-    accepted = "None or one of 'int2', 'int3', 'int4', 'int8'"
+    accepted = "None or one of 'int2', 'int3', 'int4', 'int8', 'fp8', 'int8_w8a8'"
     with pytest.raises(ValueError, match=rf"quantization must be {accepted}, got"):
         load("smollm2", quantization=quantization)
 
 
-def test_smollm2_in_8_bits_says_the_same() -> None:
-    """That many bits change logits by some hundredths of what they vary by, which decides nothing
-    here. (Fewer, rounded to nearest, do change what a model of this size says.)
-    """
+@pytest.fixture(scope="module")
+def said() -> tuple[list[list[int]], list[list[int]], Tensor]:
+    """What SmolLM2 goes on with: prompts, its tokens, and the logits of all of them."""
     texts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n"]
     tokenizer = load_tokenizer("smollm2")
     prompts = [tokenizer.encode(text) for text in texts]
     plain = load("smollm2").decoder
-    expected = paged_greedy(plain, prompts, 12, 64)
-    said = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    plain_logits = torch.cat(paged_logits(plain, said, 64))
+    tokens = paged_greedy(plain, prompts, 12, 64)
+    whole = [prompt + more for prompt, more in zip(prompts, tokens, strict=True)]
+    return prompts, tokens, torch.cat(paged_logits(plain, whole, 64))
+
+
+def test_smollm2_in_8_bits_says_the_same(said: Any) -> None:
+    """That many bits change logits by some hundredths of what they vary by, which decides nothing
+    here. (Fewer, rounded to nearest, do change what a model of this size says.)
+    """
+    prompts, expected, plain_logits = said
     decoder = load("smollm2", quantization="int8").decoder
     assert paged_greedy(decoder, prompts, 12, 64) == expected
-    logits = torch.cat(paged_logits(decoder, said, 64))
+    whole = [prompt + more for prompt, more in zip(prompts, expected, strict=True)]
+    logits = torch.cat(paged_logits(decoder, whole, 64))
     deviation = plain_logits - plain_logits.mean(-1, keepdim=True)
     assert (logits - plain_logits).norm() < 0.15 * deviation.norm()
     best = logits.topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > 1e-3  # rounding could decide no token
+
+
+@pytest.mark.parametrize("quantization", W8A8)
+def test_smollm2_with_8_bit_activations(said: Any, quantization: str) -> None:
+    """Inputs with a scale for each token cost more, a quarter of what logits vary by, but of the
+    most likely tokens only a few. (4 bits of the weights change 1.1 times what logits vary by.)
+    """
+    prompts, tokens, plain_logits = said
+    decoder = load("smollm2", quantization=quantization).decoder
+    whole = [prompt + more for prompt, more in zip(prompts, tokens, strict=True)]
+    logits = torch.cat(paged_logits(decoder, whole, 64))
+    deviation = plain_logits - plain_logits.mean(-1, keepdim=True)
+    assert (logits - plain_logits).norm() < 0.5 * deviation.norm()
+    assert (logits.argmax(-1) == plain_logits.argmax(-1)).float().mean() > 0.75
