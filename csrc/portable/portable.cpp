@@ -16,6 +16,7 @@
 #include "kv_cache.h"
 #include "low_bit_gemm.h"
 #include "norm.h"
+#include "scaled_mm.h"
 
 namespace fastinfer {
 
@@ -97,6 +98,17 @@ void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
                 inputs.epilogue.residual, inputs.epilogue.out_scale, out);
 }
 
+// ---- scaled products of 8-bit matrices (likewise)
+
+void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {
+  const auto p = check_scaled_mm(inputs, out);
+  if (p.m == 0) return;
+  call_portable("fastinfer::_portable_scaled_mm", inputs.a, inputs.b, inputs.a_scale,
+                inputs.b_scale, inputs.a_zero, inputs.bias,
+                static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
+                inputs.epilogue.residual, inputs.epilogue.out_scale, out);
+}
+
 namespace {
 
 void layer_norm_out(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -154,17 +166,6 @@ void quantize_int8_asymmetric_out(const Tensor& x, const Tensor& out, const Tens
   const auto p = check_quantize_int8_asymmetric(x, out, out_scale, out_zero_point);
   if (p.grid.count() == 0) return;
   call_portable("fastinfer::_portable_quantize_int8_asymmetric", x, out, out_scale, out_zero_point);
-}
-
-// ---- scaled products of 8-bit matrices
-
-void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {
-  const auto p = check_scaled_mm(inputs, out);
-  if (p.m == 0) return;
-  call_portable("fastinfer::_portable_scaled_mm", inputs.a, inputs.b, inputs.a_scale,
-                inputs.b_scale, inputs.a_zero, inputs.bias,
-                static_cast<int64_t>(p.epilogue.activation), p.epilogue.gated,
-                inputs.epilogue.residual, inputs.epilogue.out_scale, out);
 }
 
 // ---- positions
@@ -305,6 +306,7 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
            TORCH_BOX(&functional::merge_attention_states<&merge_attention_states_out>));
     m.impl("merge_attention_states.out", TORCH_BOX(&merge_attention_states_out));
     functional::register_low_bit_gemm<&low_bit_gemm_out>(m);
+    functional::register_scaled_mm<&scaled_mm_out>(m);
   }
   m.impl("layer_norm", TORCH_BOX(&functional::layer_norm<&layer_norm_out>));
   m.impl("layer_norm.out", TORCH_BOX(&layer_norm_out));
@@ -321,7 +323,6 @@ void register_all(torch::stable::detail::StableLibrary& m, bool with_hand_writte
          TORCH_BOX(&functional::quantize_int8_asymmetric<&quantize_int8_asymmetric_out>));
   m.impl("quantize_int8_asymmetric.out", TORCH_BOX(&quantize_int8_asymmetric_out));
   m.impl("rotary_embedding_", TORCH_BOX(&rotary_embedding_));
-  functional::register_scaled_mm<&scaled_mm_out>(m);
   m.impl("sample", TORCH_BOX(&functional::sample<&sample_out>));
   m.impl("sample.out", TORCH_BOX(&sample_out));
 }

@@ -6,7 +6,7 @@ Scales are float32 and multiply. They are read through any strides, so that tran
 scales of (1, 128) blocks along M, as DeepGEMM reads them) are taken as they are.
 
 Products are exact and summed in fp32 or as integers, scaled in fp32, what follows is in fp32, and
-the result is rounded once. Where a GPU multiplies fp8, its tensor cores sum up to 128 products at a
+the result is rounded once. Where a GPU multiplies fp8, its tensor cores sum up to 512 products at a
 time with the digits that they keep (on Hopper some 13 bits below the largest), and those sums are
 added in fp32. Errors are ValueError and name the op, the argument, what was expected and what came.
 """

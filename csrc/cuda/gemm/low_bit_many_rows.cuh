@@ -271,6 +271,10 @@ struct ManyRowsWarpgroup {
       const Stage& from = smem.stages[here];
       const uint64_t x = x_descriptor(here);
       stage.next();
+      // The second of two warpgroups follows half a stage behind: while one waits for its sums, to
+      // change their unit, the other multiplies.
+      constexpr bool kTwo = Traits::kWarpgroups == 2;
+      if (kTwo && j == 0 && warpgroup == 1) ptx::named_barrier_sync(kTurnBarrier, 256);
       multiply_tile(a, x, 0);
       if constexpr (kGroups == 1) {
         decode(from, 1, group, b);
@@ -285,6 +289,7 @@ struct ManyRowsWarpgroup {
         change_unit(group);
         multiply_tile(b, x, 1);
       }
+      if (kTwo && j == 0 && warpgroup == 0) ptx::named_barrier_arrive(kTurnBarrier, 256);
       Group next = group;
       if (j + 1 < count) {
         smem.full[stage.index].wait(stage.phase);
@@ -345,14 +350,13 @@ struct ManyRowsWarpgroup {
   }
 
   // sums[i]: features 16 warp + lane / 4 (+ 8) of tokens 8 (i / 4) + 2 (lane % 4) (+ 1). To
-  // `to`, from its first column on, the tokens [kBegin, kBegin + kCount).
-  template <int kBegin, int kCount, int kPitch>
-  __device__ void publish(float (*to)[kPitch], int first) const {
+  // `to`, from its column `first` on.
+  template <int kPitch>
+  __device__ void publish(float (&to)[Traits::kTokens][kPitch], int first) const {
     const int feature = first + 16 * warp + lane / 4;
 #pragma unroll
-    for (int i = kBegin / 2; i < (kBegin + kCount) / 2; ++i) {
-      const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2 - kBegin;
-      to[token][feature + 8 * (i / 2 % 2)] = sums[i];
+    for (int i = 0; i < kElements; ++i) {
+      to[8 * (i / 4) + 2 * (lane % 4) + i % 2][feature + 8 * (i / 2 % 2)] = sums[i];
     }
   }
 
@@ -372,8 +376,8 @@ struct ManyRowsWarpgroup {
     for (int i = 0; i < kElements; ++i) sums[i] += bias[i / 2 % 2];
   }
 
-  // 16 tokens of the result by way of `staging`: first rounded, then transposed, with their vectors
-  // of 8 features where no two rows of 8 meet in a bank.
+  // 16 tokens of the result by way of `staging`: rounded and transposed, with their vectors of 8
+  // features where no two rows of 8 meet in a bank.
   template <int kBegin>
   __device__ void write_rounded(T (&staging)[16][Traits::kTile], int32_t first_feature,
                                 int32_t first_token) const {
@@ -393,24 +397,16 @@ struct ManyRowsWarpgroup {
     const int thread = 32 * warp + lane, token = thread / 8, eight = thread % 8;
     const int32_t n = first_feature + 8 * eight, row = first_token + kBegin + token;
     const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(token, eight));
+    T* to = static_cast<T*>(p.out) + row * p.out_row_stride + n;
     if (n < p.n && row < p.m) {
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.out_row_stride + n) = vector;
+      if (p.out_in_eights) {
+        *reinterpret_cast<uint4*>(to) = vector;
+      } else {
+        const T* eight_values = reinterpret_cast<const T*>(&vector);
+        for (int i = 0; i < 8 && n + i < p.n; ++i) to[i] = eight_values[i];
+      }
     }
     sync_staging();
-  }
-
-  // The same, element by element.
-  template <int kBegin, int kCount, int kPitch>
-  __device__ void write_sums(float (&staging)[kCount][kPitch], int32_t first_feature,
-                             int32_t first_token) const {
-#pragma unroll
-    for (int i = 0; i < 16; i += kCount) {
-      if (i == 0) publish<kBegin, kCount>(staging, 0);
-      if (i > 0) publish<kBegin + 8, kCount>(staging, 0);
-      sync_staging();
-      write_rows<T>(p, staging, first_feature, first_token + kBegin + i, 32 * warp + lane);
-      sync_staging();
-    }
   }
 };
 
@@ -458,8 +454,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     w.multiply(tile.first_of<Traits::kSplits>(split + 1) - tile.first_of<Traits::kSplits>(split),
                tile.stages<Traits::kSplits>());
     __syncthreads();  // all stages have been read
-    w.template publish<0, Traits::kTokens>(smem.sums[split],
-                                           warpgroup % Traits::kFeatureTiles * Traits::kTile);
+    w.publish(smem.sums[split], warpgroup % Traits::kFeatureTiles * Traits::kTile);
   }
   write_result<T, Traits::kFeatures, Traits::kThreads>(
       p, smem.sums, tile.first_tile * Traits::kTile, tile.first_token,
@@ -500,17 +495,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const ManyRowsTile tile = tile_at(i);
       w.multiply(k_stages, k_stages);
       const int32_t first_feature = (tile.first_tile + warpgroup) * Traits::kTile;
+      w.add_bias(first_feature);
       [&]<int... kPieces>(std::integer_sequence<int, kPieces...>) {
-        if (p.out_in_eights) {
-          w.add_bias(first_feature);
-          (w.template write_rounded<16 * kPieces>(smem.staging[warpgroup].rounded, first_feature,
-                                                  tile.first_token),
-           ...);
-        } else {
-          (w.template write_sums<16 * kPieces>(smem.staging[warpgroup].sums, first_feature,
-                                               tile.first_token),
-           ...);
-        }
+        (w.template write_rounded<16 * kPieces>(smem.staging[warpgroup], first_feature,
+                                                tile.first_token),
+         ...);
       }(std::make_integer_sequence<int, Traits::kTokens / 16>{});
     }
   }

@@ -43,7 +43,6 @@ struct ManyRowsTraits {
   static constexpr bool kAhead = kTokens != 128;   // registers for two tiles of weights
   static constexpr int kTileVectors = 32 * kBits;  // of packed weights
   static constexpr int kRowPitch = kFeatures + 4;  // no two quads of a warp meet in a bank
-  static constexpr int kStagedTokens = 8;
 
   struct Stage {
     T x[kSplits][kStageTiles][kTokens][kTile];  // swizzled by TMA
@@ -53,10 +52,7 @@ struct ManyRowsTraits {
   static constexpr int kStageBytes = (sizeof(Stage) + 1023) / 1024 * 1024;
   struct alignas(1024) PaddedStage : Stage {};
   static_assert(sizeof(PaddedStage) == kStageBytes);
-  union Staging {  // of a warpgroup
-    float sums[kStagedTokens][kTile + 4];
-    T rounded[16][kTile];
-  };
+  using Staging = T[16][kTile];  // of a warpgroup
   using Sums = float[kSplits][kTokens][kRowPitch];
   static constexpr int kStagingBytes = kShared ? kWarpgroups * sizeof(Staging) : 0;
   static constexpr int kMostStages = (226 * 1024 - kStagingBytes) / kStageBytes;

@@ -34,17 +34,19 @@ __device__ inline void cluster_sync_relaxed() {
           : "memory");
 }
 
-// What a block of the cluster has at this address of its shared memory.
-__device__ inline float cluster_load(const float* own, uint32_t rank) {
-  float value;
+// What a block of the cluster has, in 32 bits, at this address of its shared memory.
+template <class T>
+__device__ inline T cluster_load(const T* own, uint32_t rank) {
+  static_assert(sizeof(T) == 4);
+  uint32_t value;
   asm volatile(
       "{\n.reg .u32 remote;\n"
       "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [remote];\n}\n"
-      : "=f"(value)
+      "ld.shared::cluster.u32 %0, [remote];\n}\n"
+      : "=r"(value)
       : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank)
       : "memory");
-  return value;
+  return reinterpret_cast<const T&>(value);
 }
 
 }  // namespace fastinfer::cuda::ptx

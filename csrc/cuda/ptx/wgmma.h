@@ -1,5 +1,5 @@
-// wgmma: D[64, N] += A[64, K] * B[K, N] in fp32, by a warpgroup, asynchronously; K is 32 bytes of
-// elements.
+// wgmma: D[64, N] += A[64, K] * B[K, N] in fp32, or of int8 in int32, by a warpgroup,
+// asynchronously; K is 32 bytes of elements.
 //
 // A comes from shared memory or registers, B from shared memory. Operands in shared memory are
 // named by descriptors and have the 128-byte swizzle that TMA writes. Registers of D and A must not
@@ -30,6 +30,11 @@ template <int kCount>
 __device__ inline void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int kCount>
+__device__ inline void wgmma_pin(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // Descriptors. Rows of 128 bytes, 8 of them an atom of 1024 bytes; addresses in units of 16 bytes.
@@ -81,6 +86,10 @@ struct Wgmma;
 #define FI_NAMES_176                                                                   \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5 \
             ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10
+#define FI_NAMES_192                                                                    \
+  FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5  \
+            ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10 \
+            ", " FI_REGS_11
 #define FI_NAMES_256                                                                    \
   FI_REGS_0 ", " FI_REGS_1 ", " FI_REGS_2 ", " FI_REGS_3 ", " FI_REGS_4 ", " FI_REGS_5  \
             ", " FI_REGS_6 ", " FI_REGS_7 ", " FI_REGS_8 ", " FI_REGS_9 ", " FI_REGS_10 \
@@ -98,6 +107,7 @@ struct Wgmma;
 #define FI_OPERANDS_128 FI_D32(0), FI_D32(32)
 #define FI_OPERANDS_160 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72)
 #define FI_OPERANDS_176 FI_D32(0), FI_D32(32), FI_D8(64), FI_D8(72), FI_D8(80)
+#define FI_OPERANDS_192 FI_D32(0), FI_D32(32), FI_D32(64)
 #define FI_OPERANDS_256 FI_D32(0), FI_D32(32), FI_D32(64), FI_D32(96)
 
 // I0.. are the numbers of the operands after D: N / 2 and on. Both A and B are K-major; TRANSPOSED
@@ -150,7 +160,35 @@ FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
     FI_SHARED_K_MAJOR("e4m3", "k32", "", N, I0, I1, I2) \
   };
 
+FI_WGMMA_E4M3(16, 8, 9, 10)
+FI_WGMMA_E4M3(64, 32, 33, 34)
 FI_WGMMA_E4M3(128, 64, 65, 66)
 FI_WGMMA_E4M3(160, 80, 81, 82)
+FI_WGMMA_E4M3(192, 96, 97, 98)
+
+#define FI_I8(i)                                                                              \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), \
+      "+r"(d[i + 6]), "+r"(d[i + 7])
+#define FI_I32(i) FI_I8(i), FI_I8(i + 8), FI_I8(i + 16), FI_I8(i + 24)
+#define FI_INTS_16 FI_I8(0)
+#define FI_INTS_64 FI_I32(0)
+#define FI_INTS_192 FI_I32(0), FI_I32(32), FI_I32(64)
+#define FI_WGMMA_S8(N, I0, I1, I2)                                                       \
+  template <>                                                                            \
+  struct Wgmma<int8_t, N> {                                                              \
+    static __device__ void shared_k_major(int32_t (&d)[N / 2], uint64_t a, uint64_t b,   \
+                                          int accumulate) {                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                              \
+                   ", 0;\n"                                                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" FI_NAMES_##N \
+                   "}, %" #I0 ", %" #I1 ", p;\n}\n"                                      \
+                   : FI_INTS_##N                                                         \
+                   : "l"(a), "l"(b), "r"(accumulate));                                   \
+    }                                                                                    \
+  };
+
+FI_WGMMA_S8(16, 8, 9, 10)
+FI_WGMMA_S8(64, 32, 33, 34)
+FI_WGMMA_S8(192, 96, 97, 98)
 
 }  // namespace fastinfer::cuda::ptx

@@ -1,0 +1,93 @@
+// CUDA: fp8_scaled_mm and int8_scaled_mm on Hopper.
+#include <torch/csrc/stable/library.h>
+
+#include "../../checks/scaled_mm.h"
+#include "../../functional.h"
+#include "../../portable/portable.h"
+#include "../../portable/scaled_mm.h"
+#include "../runtime.h"
+#include "../tensor_map.h"
+#include "scaled_mm.h"
+
+namespace fastinfer::cuda {
+namespace {
+
+// Sums of int8 products that 32 bits hold.
+constexpr int64_t kMostInt8Columns = 1 << 17;
+
+// Results are a b^T with scales and bias alone; both come by TMA.
+bool supports(const ScaledMmProblem& p, int32_t device_index) {
+  if (capability(p.op, device_index) != 90) return false;
+  if (!p.epilogue.nothing() || p.a_zero != nullptr) return false;
+  const bool counted =
+      p.m <= kMostIndices / 2 && p.n <= kMostIndices / 2 && p.k <= kMostIndices / 2;
+  const bool exact = p.format == MmFormat::kFp8 || p.k <= kMostInt8Columns;
+  return counted && exact && suits_tma(p.a, 1, {{p.m, p.a_row_stride}}) &&
+         suits_tma(p.b, 1, {{p.n, p.b_row_stride}});
+}
+
+ScaleFormat format_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return ScaleFormat::kFloat;
+    case ScalarType::BFloat16: return ScaleFormat::kBf16;
+    default: return ScaleFormat::kFp16;
+  }
+}
+
+MmScaleParams scales_of(const MmScales& scales) {
+  return {scales.data, scales.row_stride, scales.block_stride, scales.block_rows};
+}
+
+CUtensorMap map_of(const ScaledMmProblem& p, const uint8_t* data, int64_t rows, int64_t stride,
+                   uint32_t box_rows) {
+  return make_tensor_map(
+      p.op, ScalarType::Byte,
+      {data, {p.k, rows, 1, 1}, {1, stride, 0, 0}, {kMmColumns, box_rows, 1, 1}});
+}
+
+template <bool kFp8>
+cudaError_t launch(const ScaledMmProblem& p, int device, cudaStream_t stream) {
+  const bool halves = p.dtype != ScalarType::Float;
+  const ScaledMmParams params{
+      scales_of(p.a_scale),
+      scales_of(p.b_scale),
+      p.bias,
+      format_of(p.bias_dtype),
+      p.out,
+      p.out_row_stride,
+      format_of(p.dtype),
+      halves && p.n % 8 == 0 && aligned_to(16, p.out, 2, {p.m > 1 ? p.out_row_stride : 0}),
+      static_cast<int32_t>(p.m),
+      static_cast<int32_t>(p.n),
+      static_cast<int32_t>((p.k + kMmColumns - 1) / kMmColumns)};
+  const int sms = num_sms(p.op, device);
+  if (p.m <= 2 * kMostFewTokens) {
+    const auto config = few_tokens_config(p.m, (p.n + 63) / 64, params.stages, sms);
+    const ScaledMmMaps maps{
+        map_of(p, p.a, p.m, p.a_row_stride, static_cast<uint32_t>(config.shape.tokens)),
+        map_of(p, p.b, p.n, p.b_row_stride, kFewTokensBoxB)};
+    return scaled_mm_few_tokens<kFp8>(params, maps, p.block_scales, config, device, stream);
+  }
+  const ScaledMmMaps maps{map_of(p, p.a, p.m, p.a_row_stride, kManyTokensBoxA),
+                          map_of(p, p.b, p.n, p.b_row_stride, kManyTokensBoxB)};
+  return scaled_mm_many_tokens<kFp8>(params, maps, p.block_scales, sms, device, stream);
+}
+
+void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {
+  const ScaledMmProblem p = check_scaled_mm(inputs, out);
+  if (p.m == 0) return;
+  const int32_t device_index = inputs.a.get_device_index();
+  if (!supports(p, device_index)) return portable::scaled_mm_out(inputs, out);
+  const DeviceGuard guard(p.op, device_index);
+  const auto stream = current_stream(p.op, device_index);
+  const bool fp8 = p.format == MmFormat::kFp8;
+  FI_CUDA_CHECK((fp8 ? &launch<true> : &launch<false>)(p, device_index, stream), p.op);
+}
+
+}  // namespace
+}  // namespace fastinfer::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(fastinfer, CUDA, m) {
+  if (fastinfer::portable_forced()) return;
+  fastinfer::functional::register_scaled_mm<&fastinfer::cuda::scaled_mm_out>(m);
+}

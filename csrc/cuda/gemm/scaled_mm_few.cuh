@@ -1,0 +1,230 @@
+// Products of 8-bit matrices with few rows of a: out^T = b a^T by wgmma, for b's bytes are what
+// takes time. Raw pointers only; checks, choice and launch live in scaled_mm.cu.
+//
+// A warpgroup makes a tile of 64 output features by all of the block's rows of a. The warpgroups
+// share out a block's features and its part of K, and the blocks of a cluster cut K further. Of a
+// fifth warpgroup two threads copy by TMA.
+//
+// Tensor cores keep some 13 bits below the largest fp8 product or sum; so sums of 128 columns are
+// formed apart, and are added in fp32, with their scales where these vary along K.
+#pragma once
+
+#include "../attention/ring.cuh"
+#include "../ptx/grid_dependency.h"
+#include "../ptx/setmaxnreg.h"
+#include "../ptx/tma.h"
+#include "../ptx/wgmma.h"
+#include "cluster_result.cuh"
+#include "scaled_mm_result.cuh"
+
+namespace fastinfer::cuda {
+
+template <bool kFp8_, bool kBlocks_, int kTokens_, int kSplits_>
+struct FewTokensTraits {
+  static constexpr bool kFp8 = kFp8_;
+  static constexpr bool kBlocks = kBlocks_;  // scales vary along K
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kSplits = kSplits_;
+  static constexpr int kWarpgroups = kFewTokensWarpgroups;
+  static constexpr int kFeatureTiles = kWarpgroups / kSplits;
+  static constexpr int kTile = 64;
+  static constexpr int kFeatures = kTile * kFeatureTiles;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kRowPitch = kFeatures + 4;
+  using Element = std::conditional_t<kFp8, __nv_fp8_e4m3, int8_t>;
+  using Sum = std::conditional_t<kFp8, float, int32_t>;
+  using Mma = ptx::Wgmma<Element, kTokens>;
+
+  struct alignas(1024) Stage {
+    uint8_t b[kWarpgroups][kTile][kMmColumns];  // swizzled by TMA
+    uint8_t a[kSplits][kTokens][kMmColumns];
+  };
+  static constexpr int kMostStages = 220 * 1024 / sizeof(Stage);
+  static constexpr int kStages = kMostStages < 8 ? kMostStages : 8;
+  using Sums = Sum[kSplits][kTokens][kRowPitch];
+
+  struct Smem {
+    union {
+      Stage stages[kStages];
+      Sums sums;  // when all products are done
+    };
+    ptx::Mbarrier full[kStages];
+    ptx::Mbarrier empty[kStages];
+  };
+};
+
+// What a block works on: stages [begin, end) of K.
+struct MmPart {
+  int32_t first_feature, first_token;
+  int32_t begin, end;
+
+  template <int kSplits>
+  __device__ int32_t first_of(int split) const {
+    return begin + (end - begin) * split / kSplits;
+  }
+  template <int kSplits>
+  __device__ int32_t stages() const {
+    return (end - begin + kSplits - 1) / kSplits;
+  }
+};
+
+// By one thread of a warp: b by the first warp, a by the second.
+template <class Traits>
+__device__ void copy_few_tokens(const ScaledMmMaps& maps, const MmPart& part,
+                                typename Traits::Smem& smem) {
+  const int warp = threadIdx.x / 32 % 4;
+  if (warp > 1 || threadIdx.x % 32 != 0) return;
+  // b is a weight, which no kernel before writes.
+  if (warp == 1) ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  constexpr uint32_t kBytesB = Traits::kTile * kMmColumns;
+  constexpr uint32_t kBytesA = Traits::kTokens * kMmColumns;
+  Ring<Traits::kStages> stage;
+  const int32_t stages = part.stages<Traits::kSplits>();
+#pragma unroll 1
+  for (int32_t j = 0; j < stages; ++j, stage.next()) {
+    auto& to = smem.stages[stage.index];
+    auto& full = smem.full[stage.index];
+    bool has[Traits::kSplits];
+    int32_t column[Traits::kSplits];
+    int parts = 0;
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) {
+      const int32_t k = part.first_of<Traits::kSplits>(split) + j;
+      has[split] = k < part.first_of<Traits::kSplits>(split + 1);
+      column[split] = k * kMmColumns;
+      parts += has[split];
+    }
+    smem.empty[stage.index].wait(stage.phase ^ 1);
+    full.arrive_expect(parts * (warp == 0 ? kBytesB * Traits::kFeatureTiles : kBytesA));
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) {
+      if (!has[split]) continue;
+      if (warp == 1) {
+        ptx::tma_load(to.a[split], &maps.a, &full, column[split], part.first_token, 0, 0);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < Traits::kFeatureTiles; ++i) {
+        ptx::tma_load(to.b[split * Traits::kFeatureTiles + i], &maps.b, &full, column[split],
+                      part.first_feature + i * Traits::kTile, 0, 0);
+      }
+    }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    scaled_mm_few_tokens_kernel(const __grid_constant__ ScaledMmParams p,
+                                const __grid_constant__ ScaledMmMaps maps,
+                                const int32_t token_tiles) {
+  extern __shared__ __align__(1024) uint4 memory[];
+  auto& smem = reinterpret_cast<typename Traits::Smem&>(memory);
+  const uint32_t rank = ptx::cluster_rank(), blocks = ptx::cluster_size();
+  const auto first_of = [&](uint32_t block) {
+    return static_cast<int32_t>(int64_t{p.stages} * block / blocks);
+  };
+  // Neighbouring blocks share features.
+  const int32_t index = blockIdx.x / blocks;
+  const MmPart part{index / token_tiles * Traits::kFeatures, index % token_tiles * Traits::kTokens,
+                    first_of(rank), first_of(rank + 1)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages; ++i) {
+      smem.full[i].init(2);
+      smem.empty[i].init(4 * Traits::kWarpgroups);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  constexpr int kElements = Traits::kTokens / 2;  // of a lane
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == Traits::kWarpgroups) {
+    ptx::registers_decrease<32>();
+    copy_few_tokens<Traits>(maps, part, smem);
+    __syncthreads();
+  } else {
+    ptx::registers_increase<112>();
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int split = warpgroup / Traits::kFeatureTiles;
+    const int32_t first = part.first_of<Traits::kSplits>(split);
+    const int32_t end = part.first_of<Traits::kSplits>(split + 1);
+    const int32_t tile_feature =
+        part.first_feature + warpgroup % Traits::kFeatureTiles * Traits::kTile;
+    typename Traits::Sum part_sums[kElements] = {};
+    float sums[kElements] = {};
+    float a_scales[Traits::kBlocks ? Traits::kTokens / 4 : 1], b_scale;
+    const auto load_scales = [&](int32_t block) {
+      if constexpr (Traits::kBlocks) {
+        b_scale = *p.b_scale.at(min(tile_feature, p.n - 1), block);
+#pragma unroll
+        for (int i = 0; i < Traits::kTokens / 4; ++i) {
+          const int32_t token = part.first_token + 8 * (i / 2) + 2 * (lane % 4) + i % 2;
+          a_scales[i] = *p.a_scale.at(min(token, p.m - 1), block);
+        }
+      }
+    };
+    if constexpr (Traits::kBlocks) ptx::grid_dependency_wait();
+    load_scales(min(first, p.stages - 1));
+    Ring<Traits::kStages> stage;
+    const int32_t stages = part.stages<Traits::kSplits>();
+#pragma unroll 1
+    for (int32_t k = first; k < first + stages; ++k, stage.next()) {
+      const auto& from = smem.stages[stage.index];
+      // A reduction's result is where the descriptors' arithmetic is free.
+      const auto descriptor = [&](const void* data) {
+        const uint64_t own = ptx::k_major_descriptor(ptx::shared_address(data));
+        return ptx::k_major_descriptor(0) | __reduce_or_sync(~0u, static_cast<uint32_t>(own));
+      };
+      const uint64_t b = descriptor(from.b[warpgroup]), a = descriptor(from.a[split]);
+      smem.full[stage.index].wait(stage.phase);
+      if (k < end) {  // a part of K may be a stage shorter than the others
+        ptx::wgmma_pin(part_sums);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          Traits::Mma::shared_k_major(part_sums, b + 2 * step, a + 2 * step,
+                                      !Traits::kFp8 || step > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(part_sums);
+        if constexpr (Traits::kBlocks) {
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) {
+            sums[i] = fmaf(a_scales[i / 4 * 2 + i % 2] * b_scale, part_sums[i], sums[i]);
+          }
+        } else if constexpr (Traits::kFp8) {
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) sums[i] += part_sums[i];
+        }
+        load_scales(min(k + 1, p.stages - 1));
+      }
+      if (lane == 0) smem.empty[stage.index].arrive();
+    }
+    __syncthreads();  // all stages have been read
+    // sums[i]: features 16 warp + lane / 4 (+ 8) of tokens 8 (i / 4) + 2 (lane % 4) (+ 1).
+    const int feature = warpgroup % Traits::kFeatureTiles * Traits::kTile + 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      auto& to = smem.sums[split][token][feature + 8 * (i / 2 % 2)];
+      if constexpr (Traits::kFp8) to = sums[i];
+      if constexpr (!Traits::kFp8) to = part_sums[i];
+    }
+  }
+  ptx::grid_dependency_wait();
+  add_up_cluster<Traits::kFeatures, Traits::kThreads>(
+      smem.sums, part.first_feature, p.n, min(Traits::kTokens, p.m - part.first_token),
+      [&](typename Traits::Sum whole, int token, int32_t n) {
+        const int64_t row = part.first_token + token;
+        float sum = static_cast<float>(whole);
+        if constexpr (!Traits::kBlocks) {
+          sum *= p.a_scale.data[row * p.a_scale.row_stride];
+          sum *= p.b_scale.data[n * p.b_scale.row_stride];
+        }
+        store_result(p, sum, row, n);
+      });
+}
+
+}  // namespace fastinfer::cuda

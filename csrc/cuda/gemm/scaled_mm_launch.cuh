@@ -1,0 +1,48 @@
+// Launches the kernels of scaled products of one format.
+#pragma once
+
+#include <algorithm>
+
+#include "cluster_launch.cuh"
+#include "scaled_mm_few.cuh"
+#include "scaled_mm_many.cuh"
+
+namespace fastinfer::cuda {
+
+// Tries the shapes from kIndex on until it is the configuration's.
+template <bool kFp8, bool kBlocks, int kIndex = 0>
+cudaError_t launch_few_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps,
+                              const FewTokensConfig& config, int device, cudaStream_t stream) {
+  constexpr FewTokensShape kShape = kFewTokensShapes[kIndex];
+  constexpr int kShapes = sizeof(kFewTokensShapes) / sizeof(kFewTokensShapes[0]);
+  if (config.shape.tokens == kShape.tokens && config.shape.splits == kShape.splits) {
+    using Traits = FewTokensTraits<kFp8, kBlocks, kShape.tokens, kShape.splits>;
+    constexpr int kBytes = sizeof(typename Traits::Smem);
+    static_assert(kBytes <= 227 * 1024);
+    const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
+    const int64_t tiles =
+        int64_t{(params.n + Traits::kFeatures - 1) / Traits::kFeatures} * token_tiles;
+    return launch_clusters<&scaled_mm_few_tokens_kernel<Traits>, kBytes>(
+        tiles, Traits::kThreads, config.cluster, device, stream, params, maps, token_tiles);
+  }
+  if constexpr (kIndex + 1 < kShapes) {
+    return launch_few_tokens<kFp8, kBlocks, kIndex + 1>(params, maps, config, device, stream);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+template <bool kFp8, bool kBlocks>
+cudaError_t launch_many_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps, int sms,
+                               int device, cudaStream_t stream) {
+  using Traits = ManyTokensTraits<kFp8, kBlocks>;
+  constexpr int kBytes = sizeof(typename Traits::Smem);
+  static_assert(kBytes <= 227 * 1024);
+  const int32_t token_tiles = (params.m + 2 * Traits::kTokens - 1) / (2 * Traits::kTokens);
+  const int64_t tiles =
+      int64_t{(params.n + Traits::kFeatures - 1) / Traits::kFeatures} * token_tiles;
+  return launch_clusters<&scaled_mm_many_tokens_kernel<Traits>, kBytes>(
+      std::min<int64_t>(tiles, sms / 2), Traits::kThreads, 2, device, stream, params, maps,
+      token_tiles, static_cast<int32_t>(tiles));
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,335 @@
+// Products of 8-bit matrices: out = a b^T by wgmma. Raw pointers only; checks, choice and launch
+// live in scaled_mm.cu.
+//
+// Blocks go from tile to tile of 128 rows of a by 192 output features; each of two warpgroups makes
+// 64 rows. Two blocks, of a cluster, have neighbouring rows and share what they copy of b. Of a
+// third warpgroup two threads copy by TMA.
+//
+// Tensor cores keep some 13 bits below the largest fp8 product or sum; so sums of 512 columns are
+// formed apart and are added in fp32, and those of 128 columns, with their scales, where these vary
+// along K.
+#pragma once
+
+#include "../attention/ring.cuh"
+#include "../ptx/cluster.h"
+#include "../ptx/convert.h"
+#include "../ptx/grid_dependency.h"
+#include "../ptx/named_barrier.h"
+#include "../ptx/setmaxnreg.h"
+#include "../ptx/stmatrix.h"
+#include "../ptx/tma.h"
+#include "../ptx/wgmma.h"
+#include "scaled_mm_result.cuh"
+
+namespace fastinfer::cuda {
+
+template <bool kFp8_, bool kBlocks_>
+struct ManyTokensTraits {
+  static constexpr bool kFp8 = kFp8_;
+  static constexpr bool kBlocks = kBlocks_;  // scales vary along K
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kRows = 64;  // of a warpgroup
+  static constexpr int kTokens = kRows * kWarpgroups;
+  static constexpr int kFeatures = 192;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kApart = kBlocks ? 1 : 4;  // stages whose sums are formed apart
+  using Element = std::conditional_t<kFp8, __nv_fp8_e4m3, int8_t>;
+  using Sum = std::conditional_t<kFp8, float, int32_t>;
+  using Mma = ptx::Wgmma<Element, kFeatures>;
+
+  struct alignas(1024) Stage {
+    uint8_t a[kWarpgroups][kRows][kMmColumns];  // swizzled by TMA
+    uint8_t b[kFeatures][kMmColumns];
+  };
+  static constexpr int kStages = 5;
+
+  struct Smem {
+    Stage stages[kStages];
+    alignas(16) uint16_t staging[4 * kWarpgroups][16][64];  // of a warp
+    float b_scales[kWarpgroups][kFeatures];
+    float biases[kWarpgroups][kFeatures];
+    ptx::Mbarrier full[kStages];
+    ptx::Mbarrier empty[kStages];
+  };
+};
+
+struct MmTile {
+  int32_t first_token, first_feature;
+};
+
+// By one thread of a warp: a by the first warp, this block's half of b, to both, by the second.
+template <class Traits>
+__device__ void copy_many_tokens(const ScaledMmParams& p, const ScaledMmMaps& maps,
+                                 const MmTile& tile, typename Traits::Smem& smem,
+                                 Ring<Traits::kStages>& stage) {
+  const int warp = threadIdx.x / 32 % 4;
+  if (warp > 1 || threadIdx.x % 32 != 0) return;
+  constexpr int kHalf = Traits::kFeatures / 2;
+  static_assert(kHalf == kManyTokensBoxB && Traits::kTokens == kManyTokensBoxA);
+  const int first = ptx::cluster_rank() * kHalf;
+#pragma unroll 1
+  for (int32_t k = 0; k < p.stages; ++k, stage.next()) {
+    auto& to = smem.stages[stage.index];
+    auto& full = smem.full[stage.index];
+    smem.empty[stage.index].wait(stage.phase ^ 1);
+    if (warp == 0) {
+      full.arrive_expect(sizeof(to.a));
+      ptx::tma_load(to.a, &maps.a, &full, k * kMmColumns, tile.first_token, 0, 0);
+    } else {
+      full.arrive_expect(sizeof(to.b));
+      ptx::tma_load_to_both(to.b[first], &maps.b, &full, k * kMmColumns, tile.first_feature + first,
+                            0, 0);
+    }
+  }
+}
+
+template <class Traits>
+struct ManyTokensWarpgroup {
+  static constexpr int kElements = Traits::kFeatures / 2;  // of a lane
+  static constexpr int kThirds = Traits::kFeatures / 64;
+
+  const ScaledMmParams& p;
+  typename Traits::Smem& smem;
+  int warpgroup, warp, lane;
+  Ring<Traits::kStages> stage;
+  typename Traits::Sum part[kElements];
+  float sums[Traits::kFp8 ? kElements : 1];
+  float a_scales[2], b_scales[kThirds];  // of the next stage, where they vary along K
+  // Of the tile's rows, and of two of its features, on their way while it is multiplied.
+  float row_scales[2], column_scales[2], column_biases[2];
+
+  __device__ void release(int index) {
+    if (lane < 2) smem.empty[index].arrive_remote(lane);
+  }
+
+  __device__ int32_t row(const MmTile& tile) const {
+    return tile.first_token + 64 * warpgroup + 16 * warp + lane / 4;
+  }
+
+  __device__ void load_scales(const MmTile& tile, int32_t block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) a_scales[i] = *p.a_scale.at(min(row(tile) + 8 * i, p.m - 1), block);
+#pragma unroll
+    for (int i = 0; i < kThirds; ++i) {
+      b_scales[i] = *p.b_scale.at(min(tile.first_feature + 64 * i, p.n - 1), block);
+    }
+  }
+
+  __device__ void begin(const MmTile& tile) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t n = min(tile.first_feature + 32 * warp + lane + 128 * i, p.n - 1);
+      column_biases[i] = p.bias == nullptr ? 0.0f : load_scalar(p.bias, p.bias_format, n);
+      row_scales[i] = column_scales[i] = 1.0f;
+      if constexpr (!Traits::kBlocks) {
+        row_scales[i] = p.a_scale.data[min(row(tile) + 8 * i, p.m - 1) * p.a_scale.row_stride];
+        column_scales[i] = p.b_scale.data[n * p.b_scale.row_stride];
+      }
+    }
+  }
+
+  __device__ void multiply_stage(bool add) {
+    const auto& from = smem.stages[stage.index];
+    // A reduction's result is where the descriptors' arithmetic is free.
+    const auto descriptor = [&](const void* data) {
+      const uint64_t own = ptx::k_major_descriptor(ptx::shared_address(data));
+      return ptx::k_major_descriptor(0) | __reduce_or_sync(~0u, static_cast<uint32_t>(own));
+    };
+    const uint64_t a = descriptor(from.a[warpgroup]), b = descriptor(from.b);
+    smem.full[stage.index].wait(stage.phase);
+    ptx::wgmma_pin(part);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      Traits::Mma::shared_k_major(part, a + 2 * step, b + 2 * step, add || step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ void wait_for_all() {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(part);
+  }
+
+  __device__ void multiply(const MmTile& tile) {
+    if constexpr (Traits::kFp8) {
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+    }
+    if constexpr (Traits::kBlocks) load_scales(tile, 0);
+    const int32_t apart = Traits::kFp8 ? Traits::kApart : p.stages;
+    // The second warpgroup follows half of such sums behind: while one adds, the other multiplies.
+    constexpr int kStagger = 3;
+    if (warpgroup == 1) ptx::named_barrier_sync(kStagger, 256);
+    bool leads = warpgroup == 0;
+    const auto let_follow = [&] {
+      if (leads) ptx::named_barrier_arrive(kStagger, 256);
+      leads = false;
+    };
+#pragma unroll 1
+    for (int32_t k = 0; k < p.stages;) {
+      const int32_t end = min(k + apart, p.stages);
+      int before = stage.index;
+#pragma unroll 1
+      for (bool add = false; k < end; add = true, ++k) {
+        const int here = stage.index;
+        multiply_stage(add);
+        ptx::wgmma_wait<1>();  // the stage before has been read
+        if (add) release(before);
+        before = here;
+        stage.next();
+        if (Traits::kApart > 1 && (k + 1 == Traits::kApart / 2 || k + 1 == p.stages)) let_follow();
+      }
+      float factors[2][kThirds];
+      if constexpr (Traits::kBlocks) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < kThirds; ++j) factors[i][j] = a_scales[i] * b_scales[j];
+        }
+        load_scales(tile, min(k, p.stages - 1));
+      }
+      wait_for_all();
+      release(before);
+      if constexpr (Traits::kApart == 1) let_follow();
+      if constexpr (Traits::kFp8) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          if constexpr (Traits::kBlocks) {
+            sums[i] = fmaf(factors[i / 2 % 2][i / 32], part[i], sums[i]);
+          } else {
+            sums[i] += part[i];
+          }
+        }
+      }
+    }
+  }
+
+  // sums[i]: row lane / 4 (+ 8) of the warp's 16, features 8 (i / 4) + 2 (lane % 4) (+ 1).
+  __device__ float sum(int i) const {
+    if constexpr (Traits::kFp8) return sums[i];
+    if constexpr (!Traits::kFp8) return __int2float_rn(part[i]);
+  }
+
+  // 16 rows of the warp by 64 features at a time, by way of `staging`, where no two rows of 8 meet
+  // in a bank. Where results are fp32, or rows lie at any address, element by element.
+  __device__ void write(const MmTile& tile) {
+    auto& scales = smem.b_scales[warpgroup];
+    auto& biases = smem.biases[warpgroup];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 32 * warp + lane + 128 * i;
+      if (column < Traits::kFeatures) {
+        scales[column] = column_scales[i], biases[column] = column_biases[i];
+      }
+    }
+    ptx::named_barrier_sync(1 + warpgroup, 128);
+    const bool bf16 = p.out_format == ScaleFormat::kBf16;
+    auto& staging = smem.staging[4 * warpgroup + warp];
+    const auto vector_of = [&](int r, int eight) { return &staging[r][8 * (eight ^ r % 8)]; };
+    const int32_t first_row = tile.first_token + 64 * warpgroup + 16 * warp;
+#pragma unroll
+    for (int third = 0; third < kThirds; ++third) {
+      const int32_t first = tile.first_feature + 64 * third;
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {  // of eights of features
+        uint32_t four[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int column = 64 * third + 8 * (2 * pair + j) + 2 * (lane % 4);
+          const float2 scale = *reinterpret_cast<const float2*>(&scales[column]);
+          const float2 bias = *reinterpret_cast<const float2*>(&biases[column]);
+          const int base = 32 * third + 4 * (2 * pair + j);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float x = sum(base + 2 * r) * row_scales[r] * scale.x + bias.x;
+            const float y = sum(base + 2 * r + 1) * row_scales[r] * scale.y + bias.y;
+            four[2 * j + r] = bf16 ? ptx::pack<true>(x, y) : ptx::pack<false>(x, y);
+            if (p.out_format == ScaleFormat::kFloat) {
+              store_pair(x, y, first_row + lane / 4 + 8 * r, tile.first_feature + column);
+            }
+          }
+        }
+        const int matrix = lane / 8;
+        ptx::stmatrix_x4(
+            ptx::shared_address(vector_of(8 * (matrix % 2) + lane % 8, 2 * pair + matrix / 2)),
+            four);
+      }
+      if (p.out_format == ScaleFormat::kFloat) continue;
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        const int r = 4 * i + lane / 8, eight = lane % 8;
+        const int32_t n = first + 8 * eight, to_row = first_row + r;
+        if (n >= p.n || to_row >= p.m) continue;
+        const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(r, eight));
+        uint16_t* to = static_cast<uint16_t*>(p.out) + to_row * p.out_row_stride + n;
+        if (p.out_in_eights) {
+          *reinterpret_cast<uint4*>(to) = vector;
+        } else {
+          const uint16_t* values = reinterpret_cast<const uint16_t*>(&vector);
+          for (int j = 0; j < 8 && n + j < p.n; ++j) to[j] = values[j];
+        }
+      }
+      __syncwarp();
+    }
+    ptx::named_barrier_sync(1 + warpgroup, 128);  // scales and biases have been read
+  }
+
+  __device__ void store_pair(float x, float y, int32_t to_row, int32_t n) const {
+    if (to_row >= p.m) return;
+    float* to = static_cast<float*>(p.out) + to_row * p.out_row_stride + n;
+    if (n < p.n) to[0] = x;
+    if (n + 1 < p.n) to[1] = y;
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    scaled_mm_many_tokens_kernel(const __grid_constant__ ScaledMmParams p,
+                                 const __grid_constant__ ScaledMmMaps maps,
+                                 const int32_t token_tiles, const int32_t tiles) {
+  extern __shared__ __align__(1024) uint4 memory[];
+  auto& smem = reinterpret_cast<typename Traits::Smem&>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages; ++i) {
+      smem.full[i].init(2);
+      smem.empty[i].init(2 * 4 * Traits::kWarpgroups);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  ptx::cluster_sync();
+
+  const int32_t rank = ptx::cluster_rank();
+  // Neighbouring clusters have the same features.
+  const auto tile_at = [&](int32_t index) {
+    return MmTile{(index % token_tiles * 2 + rank) * Traits::kTokens,
+                  index / token_tiles * Traits::kFeatures};
+  };
+  const int32_t clusters = gridDim.x / 2, first = blockIdx.x / 2;
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == Traits::kWarpgroups) {
+    ptx::registers_decrease<40>();
+    Ring<Traits::kStages> stage;
+#pragma unroll 1
+    for (int32_t i = first; i < tiles; i += clusters) {
+      copy_many_tokens<Traits>(p, maps, tile_at(i), smem, stage);
+    }
+  } else {
+    ptx::registers_increase<232>();
+    ManyTokensWarpgroup<Traits> w{p, smem, warpgroup, static_cast<int>(threadIdx.x / 32 % 4),
+                                  static_cast<int>(threadIdx.x % 32)};
+#pragma unroll 1
+    for (int32_t i = first; i < tiles; i += clusters) {
+      w.begin(tile_at(i));
+      w.multiply(tile_at(i));
+      w.write(tile_at(i));
+    }
+  }
+  __syncwarp();
+  ptx::cluster_sync();  // the other block may still release stages here
+}
+
+}  // namespace fastinfer::cuda

@@ -1,0 +1,151 @@
+"""Matrix products where GPUs have kernels of their own: rows of x from few to many, on both sides
+of where those kernels take over, with edges in every dimension.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import Backend
+from tests.helpers import DTYPES, HALF_DTYPES, Guarded, assert_bit_equal, dtype_name, guarded
+from tests.ops.test_low_bit_gemm import WHOLE, ZEROS, Weight, make_weight
+from tests.ops.test_scaled_mm import kinds_of, make_call
+
+ON_CPU = (17, 40, 130)
+ROWS = (17, 31, 33, 64, 65, 128, 130, 257, 300, 700)
+by_bits = pytest.mark.parametrize("bits", [2, 3, 4, 8])
+
+
+def rows_of(backend: Backend) -> tuple[int, ...]:
+    return ON_CPU if backend.device == "cpu" else ROWS
+
+
+def check(backend: Backend, weight: Weight, m: int, dtype: torch.dtype, what: str) -> None:
+    k = weight.qweight.shape[1] * 64
+    k = weight.perm.shape[0] if weight.perm is not None else k
+    x = torch.randn(m, k, device=backend.device).to(dtype)
+    weight.check(weight(backend, x), x, f"{what}, {m} rows")
+
+
+@by_bits
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+def test_rows(backend: Backend, bits: int, dtype: torch.dtype) -> None:
+    """R10: both sides of every threshold."""
+    for group_size in (64, 128):
+        for m in rows_of(backend):
+            weight = make_weight(
+                bits, 200, 320, group_size=group_size, zeros="symmetric", dtype=dtype,
+                device=backend.device,
+            )  # fmt: skip
+            check(backend, weight, m, dtype, f"groups of {group_size}")
+
+
+@by_bits
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_groups_and_zeros(backend: Backend, bits: int, zeros: str) -> None:
+    for group_size in (64, 128, 192, 256, WHOLE):
+        for m in (20, 65, 300) if backend.device != "cpu" else (20,):
+            weight = make_weight(
+                bits, 72, 576, group_size=group_size, zeros=zeros, dtype=torch.float16,
+                bias=True, device=backend.device,
+            )  # fmt: skip
+            check(backend, weight, m, torch.bfloat16, f"groups of {group_size}")
+
+
+@pytest.mark.parametrize("n", [1, 8, 40, 64, 65, 129, 257, 513])
+def test_features(backend: Backend, n: int) -> None:
+    """Scales whose rows lie at any address, and results that fill no vector."""
+    for dtype in DTYPES:
+        weight = make_weight(4, n, 256, dtype=dtype, bias=True, device=backend.device)
+        for m in (33, 300) if backend.device != "cpu" else (33,):
+            check(backend, weight, m, torch.bfloat16, f"scales in {dtype}")
+
+
+@pytest.mark.parametrize("k", [8, 64, 72, 136, 192, 2880])
+def test_inputs(backend: Backend, k: int) -> None:
+    for bits in (3, 4):
+        for m in (33, 130, 300) if backend.device != "cpu" else (33,):
+            weight = make_weight(bits, 136, k, group_size=128, device=backend.device)
+            x = torch.randn(m, k, device=backend.device).to(torch.float16)
+            weight.check(weight(backend, x), x, f"{bits} bits, {m} rows")
+
+
+@pytest.mark.parametrize("m", [20, 64, 300])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+def test_scales_may_be_far_apart(backend: Backend, dtype: torch.dtype, m: int) -> None:
+    """Groups whose scales are 0, negative, or nothing beside others, in any order."""
+    weight = make_weight(4, 72, 1024, zeros="integer", device=backend.device)
+    scales = weight.scales
+    orders = torch.tensor([0.0, 1e-30, 1.0, 1e-12, 0.0, -1.0, 1e-38, 0.5])
+    for feature in range(72):
+        scales[:, feature] *= orders[torch.randperm(8)].to(scales.device)
+    scales[:, 5] = 0.0
+    scales[:, 6] = 1e-32
+    weight = replace(weight, scales=scales)
+    x = torch.randn(m, 1024, device=backend.device).to(dtype)
+    weight.check(weight(backend, x), x)
+
+
+@pytest.mark.parametrize("m", [20, 300])
+def test_what_is_not_finite_stays_in_its_row_and_feature(backend: Backend, m: int) -> None:
+    weight = make_weight(4, 72, 512, zeros="integer", device=backend.device)
+    x = torch.randn(m, 512, device=backend.device).to(torch.bfloat16)
+    clean = weight(backend, x)
+    weight.scales[1, 7] = float("nan")
+    x[3, 200] = float("nan")
+    out = weight(backend, x)
+    assert out[3].isnan().all() and out[:, 7].isnan().all()
+    rows = [i for i in range(m) if i != 3]
+    features = [i for i in range(72) if i != 7]
+    assert_bit_equal(out[rows][:, features], clean[rows][:, features])
+
+
+def outputs(m: int, n: int, dtype: torch.dtype, device: str) -> list[Guarded]:
+    """At an odd address, and where rows may be written in vectors."""
+    storage = torch.full((m + 2, n + 16 + -n % 8), -77.0, dtype=dtype, device=device)
+    view = storage[1:-1, 8 : 8 + n]
+    view.fill_(torch.nan)
+    return [guarded((m, n), dtype, device), Guarded(view, storage, storage.clone())]
+
+
+@pytest.mark.parametrize("m", [20, 64, 130, 300])
+def test_only_the_result_is_written(backend: Backend, m: int) -> None:
+    for n in (72, 77):
+        weight = make_weight(4, n, 256, device=backend.device)
+        x = torch.randn(m, 256, device=backend.device).to(torch.bfloat16)
+        for out in outputs(m, n, torch.bfloat16, backend.device):
+            weight(backend, x, out=out.view)
+            out.assert_untouched_around()
+            weight.check(out.view, x)
+
+
+@pytest.mark.parametrize("op", ["fp8_scaled_mm", "int8_scaled_mm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_scaled_rows(backend: Backend, op: str, dtype: torch.dtype) -> None:
+    for a_kind, b_kind in (kinds_of(op)[0], kinds_of(op)[1], kinds_of(op)[-1]):
+        for m in (1, 16, *rows_of(backend)):
+            call = make_call(
+                op, m, 200, 400, a_kind=a_kind, b_kind=b_kind, bias=True, device=backend.device
+            )
+            call.check(call(backend, dtype), f"{a_kind}, {b_kind}, {m} rows")
+
+
+@pytest.mark.parametrize("op", ["fp8_scaled_mm", "int8_scaled_mm"])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (40, 128), (193, 144), (385, 2880), (77, 1168)])
+def test_scaled_edges(backend: Backend, op: str, n: int, k: int) -> None:
+    for a_kind, b_kind in (kinds_of(op)[1], kinds_of(op)[-1]):
+        for m in (9, 64, 130, 300) if backend.device != "cpu" else (9,):
+            call = make_call(op, m, n, k, a_kind=a_kind, b_kind=b_kind, device=backend.device)
+            call.check(call(backend, torch.bfloat16), f"{a_kind}, {b_kind}, {m} rows")
+
+
+@pytest.mark.parametrize("m", [9, 130, 300])
+def test_only_the_scaled_result_is_written(backend: Backend, m: int) -> None:
+    for n in (72, 77):
+        for dtype in (torch.bfloat16, torch.float32):
+            call = make_call("fp8_scaled_mm", m, n, 256, device=backend.device)
+            for out in outputs(m, n, dtype, backend.device):
+                call(backend, out=out.view)
+                out.assert_untouched_around()
+                call.check(out.view)
