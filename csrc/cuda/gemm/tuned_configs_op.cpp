@@ -65,3 +65,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastinfer, CPU, m) {
   m.impl("_gemm_configs", TORCH_BOX(&fastinfer::cuda::gemm_configs));
   m.impl("_set_gemm_configs", TORCH_BOX(&fastinfer::cuda::set_gemm_configs));
 }
+
+// The rows that stand for m. Called by fastinfer/_library.py.
+extern "C" __attribute__((visibility("default"))) int64_t fastinfer_rows_bucket(int64_t m) {
+  return fastinfer::cuda::rows_bucket(m);
+}
