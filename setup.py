@@ -32,6 +32,8 @@ OPS_COMMON = [
     "csrc/schema.cpp",
     "csrc/build_info.cpp",
     "csrc/cpu/isa.cpp",
+    "csrc/cuda/gemm/tuned_configs.cpp",
+    "csrc/cuda/gemm/tuned_configs_op.cpp",
     "csrc/portable/portable.cpp",
 ]
 # Checks, choice and threading: compiled once, for the baseline instruction set.

@@ -132,5 +132,12 @@ STABLE_TORCH_LIBRARY(fastinfer, m) {
   m.def("_portable_plan_attention(Tensor cu_seqlens_q, Tensor seq_lens, SymInt total_q, SymInt num_heads, SymInt num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool batch_invariant, Tensor(a!) out) -> ()");
   m.def("_portable_merge_attention_states(Tensor outs, Tensor lses, Tensor? sinks, " FI_OUT_LSE);
 
+
+  // Configurations of low-bit products, called from fastinfer/tuning.py alone: those that the kernels
+  // have for a product, and the table of those measured on a device. The second returns how many
+  // entries of the table are usable.
+  m.def("_gemm_configs(Tensor shape, SymInt sms) -> Tensor");
+  m.def("_set_gemm_configs(str device_name, Tensor rows) -> SymInt");
+
   // clang-format on
 }

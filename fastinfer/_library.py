@@ -40,6 +40,14 @@ def cuda_ops() -> list[str]:
     return _build_info("fastinfer_cuda_ops").split()
 
 
+def rows_bucket(m: int) -> int:
+    """The row count that stands for m where configurations of low-bit products are measured."""
+    function = ctypes.CDLL(str(PATH)).fastinfer_rows_bucket
+    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
+    bucket: int = function(m)
+    return bucket
+
+
 def report_portable_error(text: str) -> None:
     """Tells the library why a Triton launcher fails: on its way through C++ the error loses its
     text, and the library raises it with this one.

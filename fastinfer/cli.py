@@ -1,4 +1,6 @@
-"""The command line: `fastinfer generate`, `fastinfer chat`, `fastinfer doctor`."""
+"""The command line: `fastinfer generate`, `fastinfer chat`, `fastinfer doctor` and
+`fastinfer tune`.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +111,13 @@ def _doctor(args: argparse.Namespace) -> int:
     from fastinfer import doctor
 
     return int(doctor.main() or 0)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from fastinfer import tuner
+
+    options = {name: getattr(args, name) for name in _TUNE_OPTIONS if hasattr(args, name)}
+    return tuner.main(**options)
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -275,6 +284,17 @@ _SAMPLING_OPTIONS: dict[str, _Option] = {
 }
 
 
+_TUNE_OPTIONS: dict[str, _Option] = {
+    "shapes": {"metavar": "NxK,…", "help": "of weights, such as 28672x4096"},
+    "model": {"help": "the weights of its layers: as for generate, or a config.json"},
+    "rows": {"metavar": "M,…", "help": "row counts; default: a ladder from 1 to 4096"},
+    "bits": {"type": int, "help": "of the codes: 2, 3, 4 or 8; default: 4"},
+    "group_size": {"type": int, "help": "columns that share a scale; default: 128"},
+    "output": {"metavar": "DIR", "help": "where the file goes, if not where it is looked for"},
+    "dry_run": {"action": "store_true", "help": "measure, but write nothing"},
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastinfer", description="LLM inference on the CPU and the GPU.", allow_abbrev=False
@@ -291,6 +311,9 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "talk with the model, a line of input a turn")
     command("doctor", _doctor, "what was built, what was found, and which backend each op uses")
 
+    tune = command("tune", _tune, "measure how low-bit products are best cut on this GPU")
+    _add_options(tune, _TUNE_OPTIONS)
+
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to complete; - reads it from stdin")
     source.add_argument("--prompt-file", help="a file that holds it")
@@ -303,8 +326,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--system", help="the system's message (implies --chat)")
         for title, options in (("engine", _ENGINE_OPTIONS), ("sampling", _SAMPLING_OPTIONS)):
-            group = sub.add_argument_group(title)
-            for name, option in options.items():
-                flag = "--" + name.replace("_", "-")
-                group.add_argument(flag, **{"default": argparse.SUPPRESS, **option})
+            _add_options(sub.add_argument_group(title), options)
     return parser
+
+
+def _add_options(group: Any, options: dict[str, _Option]) -> None:
+    for name, option in options.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, **{"default": argparse.SUPPRESS, **option})

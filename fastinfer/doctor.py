@@ -8,6 +8,11 @@ import ctypes
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastinfer.tuning import InUse
 
 # A statically linked CUDA 13 runtime needs at least this driver (reported as 1000 * major + 10 *
 # minor).
@@ -42,13 +47,21 @@ def _driver_line(version: int | None) -> str:
     return text
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Rows of cells, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(
             "  "
             + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
+
+
+def _tuned_row(device: str, file: InUse) -> tuple[str, ...]:
+    entries = f"{file.entries} entries"
+    if file.unusable:
+        entries += f" and {file.unusable} that this build has no kernel for"
+    return device, entries, str(file.path)
 
 
 def main() -> int:
@@ -59,19 +72,24 @@ def main() -> int:
 
     print("versions")
     packages = ("fastinfer", "torch", "triton", "numpy", "transformers", "safetensors", "gguf")
-    _print_table([("python", platform.python_version()), *((p, _version(p)) for p in packages)])
+    print_table([("python", platform.python_version()), *((p, _version(p)) for p in packages)])
     print(f"platform\n  {platform.platform()}, {torch.get_num_threads()} threads")
     print(f"driver\n  {_driver_line(driver_cuda_version())}")
 
     try:
-        from fastinfer import _library
+        from fastinfer import _library, tuning
         from fastinfer.ops import backends
     except (ImportError, OSError) as error:
         print(f"ops library\n  cannot be loaded: {error}", file=sys.stderr)
         return 1
     archs = ", ".join(f"sm_{arch}" for arch in _library.cuda_archs()) or "not built"
     print("built")
-    _print_table([("cpu kernels", _library.cpu_isa()), ("cuda kernels", archs)])
+    print_table([("cpu kernels", _library.cpu_isa()), ("cuda kernels", archs)])
+
+    print("measured configurations of low-bit products (fastinfer tune)")
+    print_table([_tuned_row(device, file) for device, file in tuning.in_use.items()])
+    if not tuning.in_use:
+        print(f"  none in {tuning.folder()}")
 
     devices = ["cpu"]
     print("devices\n  cpu  " + (platform.processor() or platform.machine()))
@@ -87,5 +105,5 @@ def main() -> int:
         table = backends(device)
         missing = any(backend == "none" for backend, _ in table.values())
         broken = broken or (device == "cpu" and missing)
-        _print_table([(op, backend, reason) for op, (backend, reason) in table.items()])
+        print_table([(op, backend, reason) for op, (backend, reason) in table.items()])
     return 1 if broken else 0

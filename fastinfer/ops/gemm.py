@@ -22,7 +22,8 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-import fastinfer._library  # noqa: F401  (defines torch.ops.fastinfer)
+import fastinfer._library
+import fastinfer.tuning
 from fastinfer.ops._common import check, check_devices, check_out, refuse_grad
 from fastinfer.ops._epilogue import Size, check_epilogue, given_options, result_columns
 
@@ -30,6 +31,8 @@ _BITS = {f"int{bits}_gemm": bits for bits in (2, 3, 4, 8)}
 _OUT = {op: getattr(torch.ops.fastinfer, op).out for op in _BITS}
 _TILE = 64
 _GROUP_UNIT = 16
+
+fastinfer.tuning.load()  # what was measured here goes before the default choice
 
 _Arguments = ParamSpec("_Arguments")
 

@@ -5,6 +5,33 @@
 
 namespace fastinfer::cuda {
 
+constexpr int kFewRows = 16;  // of x, at most
+constexpr int kMaxCluster = 8;
+
+// The number of rows that stands for m: all that share it share a measured configuration.
+constexpr int64_t rows_bucket(int64_t m) {
+  constexpr int64_t kLargest = 8192;
+  if (m <= kFewRows) return m <= kFewRows / 2 ? kFewRows / 2 : kFewRows;
+  int64_t bucket = 2 * kFewRows;
+  while (bucket < m && bucket < kLargest) bucket *= 2;
+  return bucket;
+}
+
+// A product, by what its configuration depends on.
+struct LowBitShape {
+  int bits;
+  int64_t m, n, k, group_size;
+
+  constexpr bool few_rows() const { return m <= kFewRows; }
+  constexpr int64_t n_tiles() const { return (n + 63) / 64; }
+  constexpr int64_t k_tiles() const { return (k + 63) / 64; }
+  // Some tile of 64 columns has more than one group: kernels of few rows have their own shapes for
+  // that, those of many rows do not take it.
+  constexpr bool many_scales() const { return group_size < k && group_size % 64 != 0; }
+  // Groups that share 128 columns, 1 or 2: what kernels of many rows ask.
+  constexpr int stage_groups() const { return group_size >= k || group_size % 128 == 0 ? 1 : 2; }
+};
+
 // Of a block: rows of 16 output features, and warps.
 struct FewRowsShape {
   int rows;
@@ -29,6 +56,11 @@ constexpr bool few_rows_shape_usable(int bits, bool many_scales, FewRowsShape sh
   return !(shape.rows == 4 && shape.warps == 8);
 }
 
+// Every warp of a block has a tile of K, or nearly.
+constexpr bool few_rows_cluster_usable(FewRowsShape shape, int cluster, int64_t k_tiles) {
+  return cluster == 1 || k_tiles / cluster >= shape.warps / 2;
+}
+
 // The time of a block is that of its products (about as many as it has rows and two more, for each
 // tile of K) and of its beginning and end; a multiprocessor takes its blocks one after the other.
 inline FewRowsConfig few_rows_config(int bits, bool many_scales, int64_t n_tiles, int64_t k_tiles,
@@ -40,12 +72,12 @@ inline FewRowsConfig few_rows_config(int bits, bool many_scales, int64_t n_tiles
     if (!few_rows_shape_usable(bits, many_scales, shape)) continue;
     const int64_t groups = (4 * n_tiles + shape.rows - 1) / shape.rows;
     const int64_t slots = int64_t{sms} * (kFewRowsWarpsOfSm / shape.warps);
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
       const int64_t blocks = groups * cluster;
       // Larger clusters do not fit everywhere, and a second wave of them costs as much as the
       // first.
       if (cluster > 1 && blocks > (cluster > 2 ? slots * 9 / 10 : slots)) break;
-      if (cluster > 1 && k_tiles / cluster < shape.warps / 2) break;
+      if (!few_rows_cluster_usable(shape, cluster, k_tiles)) break;
       const int64_t of_sm = (blocks + sms - 1) / sms;
       const int64_t waves = (blocks + slots - 1) / slots;
       int64_t products = of_sm * ((k_tiles + cluster - 1) / cluster) * (shape.rows + 2);
@@ -83,6 +115,13 @@ constexpr bool many_rows_shape_usable(int groups, ManyRowsShape shape) {
   return groups == 1 || shape.tokens == 64 || shape.shared;
 }
 
+// Every part of K has two stages.
+constexpr bool many_rows_cluster_usable(ManyRowsShape shape, int cluster, int64_t k_tiles) {
+  if (shape.shared) return cluster == 1;
+  const int64_t stages = (k_tiles + 1) / 2, parts = int64_t{shape.splits} * cluster;
+  return parts == 1 || stages / parts >= 2;
+}
+
 // The time of a block is that of its stages and of its beginning and end. A multiprocessor has one
 // block.
 inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
@@ -95,9 +134,9 @@ inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_til
     if (!many_rows_shape_usable(groups, shape)) continue;
     const int64_t tiles = shape.warpgroups / shape.splits * (shape.shared ? 2 : 1);
     const int64_t pieces = (n_tiles + tiles - 1) / tiles * ((m + shape.tokens - 1) / shape.tokens);
-    for (int cluster = 1; cluster <= (shape.shared ? 1 : 8); cluster *= 2) {
+    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+      if (!many_rows_cluster_usable(shape, cluster, k_tiles)) break;
       const int64_t parts = int64_t{shape.splits} * cluster;
-      if (parts > 1 && stages / parts < 2) break;
       // Larger clusters do not fit everywhere.
       const int64_t slots = shape.shared ? sms / 2 : cluster > 2 ? sms * 9 / 10 : sms;
       if (cluster > 1 && pieces * cluster > slots) break;

@@ -8,6 +8,7 @@
 #include "../runtime.h"
 #include "../tensor_map.h"
 #include "low_bit_gemm.h"
+#include "tuned_configs.h"
 
 namespace fastinfer::cuda {
 namespace {
@@ -68,18 +69,31 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
           p.n % 8 == 0 && aligned_to(16, p.out, 2, {p.m > 1 ? p.out_row_stride : 0})};
 }
 
+// The number of its name among those that have tables.
+int look_up_name(const char* op, int32_t device_index) {
+  cudaDeviceProp properties;
+  FI_CUDA_CHECK(cudaGetDeviceProperties(&properties, device_index), op);
+  return device_name_number(properties.name);
+}
+
 template <int kBits>
 cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {
   const LowBitParams params = params_of(p);
   const bool bf16 = p.dtype == ScalarType::BFloat16;
   const int sms = num_sms(p.op, device);
-  if (p.m <= kFewRows) {
-    const bool many_scales = p.group_size % 64 != 0;
-    const auto config = few_rows_config(kBits, many_scales, params.n_tiles, params.k_tiles, sms);
+  const LowBitShape shape{kBits, p.m, p.n, p.k, p.group_size};
+  const auto name = [&] { return kept_of_device<look_up_name>(p.op, device); };
+  if (shape.few_rows()) {
+    const bool many_scales = shape.many_scales();
+    const auto tuned = tuned_config<FewRowsConfig>(name, shape);
+    const auto config =
+        tuned ? *tuned : few_rows_config(kBits, many_scales, params.n_tiles, params.k_tiles, sms);
     return low_bit_few_rows<kBits>(params, bf16, many_scales, config, device, stream);
   }
-  const int groups = p.group_size % 128 == 0 || p.groups == 1 ? 1 : 2;
-  const auto config = many_rows_config(p.m, params.n_tiles, params.k_tiles, groups, sms);
+  const int groups = shape.stage_groups();
+  const auto tuned = tuned_config<ManyRowsConfig>(name, shape);
+  const auto config =
+      tuned ? *tuned : many_rows_config(p.m, params.n_tiles, params.k_tiles, groups, sms);
   const CUtensorMap x_map = make_tensor_map(
       p.op, p.dtype,
       {p.x, {p.k, p.m, 1, 1}, {1, p.x_row_stride, 0, 0}, {64, many_rows_box(config.shape), 1, 1}});

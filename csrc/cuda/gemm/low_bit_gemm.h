@@ -9,8 +9,6 @@
 
 namespace fastinfer::cuda {
 
-constexpr int kFewRows = 16;  // of x, at most
-
 enum class ScaleFormat : int { kFloat, kBf16, kFp16 };
 
 struct LowBitParams {
