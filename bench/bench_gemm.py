@@ -2,7 +2,7 @@
 with bf16 weights, on a CPU torch's fp32 product with the dequantized weight.
 
 Codes and weights are drawn apart: what a product costs does not depend on them. Shapes are those of
-the weight, N x K.
+the weight, N x K. What is fused with a product (gates, a norm) is beside the two ops apart.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ ROWS = {"cpu": [1, 16, 256], "cuda": [1, 8, 16, 32, 64, 128, 256, 1024, 4096]}
 # The other widths, where the weight counts.
 SIBLINGS = {"cpu": (2048, 2048), "cuda": (8192, 28672)}
 SIBLING_ROWS = [1, 8, 256]
+FUSED = {"cpu": (2048, 2048), "cuda": (28672, 4096)}
+GATED_ROWS = {"cpu": [16], "cuda": [64, 256, 1024, 4096]}
+NORM_ROWS = {"cpu": [1], "cuda": [1, 8]}
+NORM_SHAPE = {"cpu": (2048, 2048), "cuda": (6144, 4096)}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 PEER = {"cpu": "eager", "cuda": "cublas_bf16"}
 
 
 def pytest_generate_tests(metafunc):
     device = metafunc.config.getoption("--bench-device")
+    if "fused_rows" in metafunc.fixturenames:
+        norm = "norm" in metafunc.function.__name__
+        metafunc.parametrize("fused_rows", (NORM_ROWS if norm else GATED_ROWS)[device])
+        return
     cases = [(4, *shape, m) for shape in SHAPES[device] for m in ROWS[device]]
     cases += [(bits, *SIBLINGS[device], m) for bits in (2, 3, 8) for m in SIBLING_ROWS]
     ids = [f"int{bits}-{n}x{k}-m{m}" for bits, n, k, m in cases]
@@ -60,3 +68,59 @@ def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
 
 def test_gemm(record, suite, bits, n, k, m):
     record(case(suite, bits, n, k, m))
+
+
+def inputs_of(suite: Suite, n: int, k: int, m: int) -> tuple[torch.Tensor, ...]:
+    device, dtype = suite.device, DTYPE[suite.device.type]
+    qweight = torch.randint(
+        -(2**31), 2**31, (n // 64, k // 64, 512), dtype=torch.int32, device=device
+    )
+    scales = ((torch.rand(k // GROUP, n, device=device) + 0.5) / 16).to(dtype)
+    x = torch.randn(m, k, device=device).to(dtype)
+    return x, qweight, scales, torch.randn(k, device=device).to(dtype)
+
+
+def test_silu_gated(record, suite, fused_rows):
+    n, k = FUSED[suite.device.type]
+    m, itemsize = fused_rows, DTYPE[suite.device.type].itemsize
+    read = m * k * itemsize + n * k // 2 + n * k // GROUP * itemsize
+    record(
+        Case(
+            name=f"int4_gemm/silu_gated/{n}x{k}/m{m}",
+            make=lambda: inputs_of(suite, n, k, m),
+            run=lambda x, qweight, scales, _: ops.int4_gemm(
+                x, qweight, scales, activation="silu", gated=True
+            ),
+            peers={
+                "apart": lambda x, qweight, scales, _: ops.silu_and_mul(
+                    ops.int4_gemm(x, qweight, scales)
+                )
+            },
+            bytes_moved=read + m * n // 2 * itemsize,
+            flops=2 * m * n * k,
+            read_bytes=read,
+        )
+    )
+
+
+def test_norm(record, suite, fused_rows):
+    n, k = NORM_SHAPE[suite.device.type]
+    m, itemsize = fused_rows, DTYPE[suite.device.type].itemsize
+    read = m * k * itemsize + n * k // 2 + n * k // GROUP * itemsize
+    record(
+        Case(
+            name=f"int4_gemm/norm/{n}x{k}/m{m}",
+            make=lambda: inputs_of(suite, n, k, m),
+            run=lambda x, qweight, scales, weight: ops.int4_gemm(
+                x, qweight, scales, norm_weight=weight
+            ),
+            peers={
+                "apart": lambda x, qweight, scales, weight: ops.int4_gemm(
+                    ops.rms_norm(x, weight), qweight, scales
+                )
+            },
+            bytes_moved=read + m * n * itemsize,
+            flops=2 * m * n * k,
+            read_bytes=read,
+        )
+    )

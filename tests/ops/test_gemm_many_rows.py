@@ -7,8 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests import reference
 from tests.conftest import Backend
-from tests.helpers import DTYPES, HALF_DTYPES, Guarded, assert_bit_equal, dtype_name, guarded
+from tests.helpers import (
+    DTYPES,
+    HALF_DTYPES,
+    Guarded,
+    assert_accurate,
+    assert_bit_equal,
+    dtype_name,
+    guarded,
+)
+from tests.ops.test_epilogue import LOW_BIT, Product, make
 from tests.ops.test_low_bit_gemm import WHOLE, ZEROS, Weight, make_weight
 from tests.ops.test_scaled_mm import kinds_of, make_call
 
@@ -149,3 +159,64 @@ def test_only_the_scaled_result_is_written(backend: Backend, m: int) -> None:
                 call(backend, out=out.view)
                 out.assert_untouched_around()
                 call.check(out.view)
+
+
+def with_groups_of_128(product: Product) -> Product:
+    """Whose kernels on a GPU are others than those of smaller groups."""
+    if product.op not in LOW_BIT:
+        return product
+    arguments = dict(product.arguments)
+    k = arguments["x"].shape[1]
+    for name in ("scales", "zeros"):
+        arguments[name] = arguments[name][: -(-k // 128)].contiguous()
+    return replace(product, arguments=arguments | {"group_size": 128})
+
+
+@pytest.mark.parametrize("op", ["int4_gemm", "int2_gemm", "fp8_scaled_mm", "int8_scaled_mm"])
+@pytest.mark.parametrize("n", [128, 192, 256, 384])
+def test_what_follows_the_product(backend: Backend, op: str, n: int) -> None:
+    for m in (9, 20, 64, 130, 300) if backend.device != "cpu" else (9,):
+        made = make(op, m, n, 256, dtype=torch.bfloat16, device=backend.device)
+        product = with_groups_of_128(made)
+        product.check(backend, activation="gelu")
+        product.check(backend, residual=product.residual())
+        product.check(backend, activation="silu", gated=True)
+        residual = product.residual(gated=True)
+        product.check(backend, activation="gelu_tanh", gated=True, residual=residual)
+        out = residual.clone()
+        product(backend, activation="silu", gated=True, residual=out, out=out)
+        assert_bit_equal(out, product(backend, activation="silu", gated=True, residual=residual))
+
+
+@pytest.mark.parametrize("op", ["int4_gemm", "fp8_scaled_mm", "int8_scaled_mm"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=dtype_name)
+def test_codes_that_follow_the_product(backend: Backend, op: str, stored: torch.dtype) -> None:
+    """Within the step of a code of what the float result would give."""
+    scale = torch.full((1, 1), 0.03, device=backend.device)
+    for m in (9, 64, 300) if backend.device != "cpu" else (9,):
+        for gated in (False, True):
+            made = make(op, m, 256, 256, dtype=torch.bfloat16, device=backend.device)
+            product = with_groups_of_128(made)
+            options = {"activation": "silu", "gated": gated}
+            codes = product(backend, **options, out_dtype=stored, out_scale=scale).float()
+            exact = product.reference(**options) / scale
+            limit = 127.0 if stored == torch.int8 else 448.0
+            step = 0.51 if stored == torch.int8 else exact.abs() * 0.0626 + 0.002
+            assert ((codes - exact.clamp(-limit, limit)).abs() <= step + exact.abs() * 1e-3).all()
+
+
+@pytest.mark.parametrize("m", [1, 5, 8, 9, 40])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_before_the_product(backend: Backend, m: int, offset: float) -> None:
+    for bits in (2, 4):
+        weight = make_weight(bits, 200, 1088, dtype=torch.bfloat16, device=backend.device)
+        x = (torch.randn(m, 1088, device=backend.device) * 30 + 3).to(torch.bfloat16)
+        norm = torch.randn(1088, device=backend.device).to(torch.bfloat16)
+        op = getattr(backend.ops, f"int{bits}_gemm")
+        out = op(
+            x, weight.qweight, weight.scales, weight.zeros, norm_weight=norm, norm_eps=1e-5,
+            norm_weight_offset=offset,
+        )  # fmt: skip
+        normalised = reference.rms_norm(x, norm, 1e-5, weight_offset=offset)
+        baseline = weight.reference(normalised.to(torch.bfloat16), torch.bfloat16)
+        assert_accurate(out, weight.reference(normalised), baseline, what=f"{bits} bits")

@@ -471,7 +471,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "b_scale of a scalar": ("b_scale", lambda a: torch.ones(())),
     "bias of another dtype": ("bias", lambda a: torch.zeros(130, dtype=torch.float16)),
     "bias that is long": ("bias", lambda a: torch.zeros(131)),
-    "bias with gaps": ("bias", lambda a: torch.zeros(260)[::2]),
+    "bias with gaps": ("bias", lambda a: torch.zeros(260, device=a["a"].device)[::2]),
     "out of another shape": ("out", lambda a: torch.zeros(5, 131)),
     "out of integers": ("out", lambda a: torch.zeros(5, 130, dtype=torch.int32)),
     "out over a_scale": ("out", lambda a: a["a_scale"].expand(5, 130)),

@@ -5,7 +5,8 @@
 
 namespace fastinfer::cuda {
 
-constexpr int kFewRows = 16;  // of x, at most
+constexpr int kFewRows = 16;      // of x, at most
+constexpr int kMostNormRows = 8;  // that the product itself normalises
 constexpr int kMaxCluster = 8;
 
 // The number of rows that stands for m: all that share it share a measured configuration.
@@ -123,15 +124,17 @@ constexpr bool many_rows_cluster_usable(ManyRowsShape shape, int cluster, int64_
 }
 
 // The time of a block is that of its stages and of its beginning and end. A multiprocessor has one
-// block.
+// block. Results that are not plain (result.h) have kernels whose blocks make one tile; gates and
+// what they multiply lie in one block.
 inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
-                                       int sms) {
+                                       int sms, bool plain = true, bool gated = false) {
   constexpr int64_t kBeginAndEnd = 250;
   const int64_t stages = (k_tiles + 1) / 2;
   ManyRowsConfig best{};
   int64_t best_cost = -1;
   for (const ManyRowsShape shape : kManyRowsShapes) {
-    if (!many_rows_shape_usable(groups, shape)) continue;
+    if (!many_rows_shape_usable(groups, shape) || (shape.shared && !plain)) continue;
+    if (gated && shape.splits == shape.warpgroups) continue;
     const int64_t tiles = shape.warpgroups / shape.splits * (shape.shared ? 2 : 1);
     const int64_t pieces = (n_tiles + tiles - 1) / tiles * ((m + shape.tokens - 1) / shape.tokens);
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {

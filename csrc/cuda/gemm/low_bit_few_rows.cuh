@@ -14,15 +14,20 @@
 // cluster's. Which sums are formed in which order depends on N and K alone: a row's bits are the
 // same in any batch. What is not finite in a row without NaN is formed again, term by term: of an
 // infinite x the codes' offset makes NaN, and of a large one infinity.
+//
+// Rows of x may be normalised on their way (RMSNorm): they are multiplied by the norm's weight
+// where they become operands, their squares are summed beside, and what 1 / rms is multiplies the
+// result.
 #pragma once
 
 #include "../ptx/cp_async.h"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"
+#include "cluster_result.cuh"
 #include "low_bit_codes.cuh"
 #include "low_bit_gemm.h"
-#include "low_bit_result.cuh"
+#include "result.cuh"
 
 namespace fastinfer::cuda {
 
@@ -34,13 +39,15 @@ struct alignas(16) TwoScales {
 
 // kTokenTiles: rows of x, by 8. kStepsPerScale: how many steps of 16 along K share their scales for
 // certain, 4 or 1.
-template <class T_, int kBits_, int kTokenTiles_, int kStepsPerScale_, int kRows_, int kWarps_>
+template <class T_, int kBits_, int kTokenTiles_, int kStepsPerScale_, int kRows_, int kWarps_,
+          bool kNorm_ = false>
 struct FewRowsTraits {
   using T = T_;
   using Codes = LowBitCodes<T, kBits_>;
   static constexpr int kBits = kBits_;
   static constexpr int kTokenTiles = kTokenTiles_;
   static constexpr int kStepsPerScale = kStepsPerScale_;
+  static constexpr bool kNorm = kNorm_;
   static constexpr int kScalesPerTile = 4 / kStepsPerScale;
   static constexpr int kTokens = 8 * kTokenTiles;
   static constexpr int kWarps = kWarps_;
@@ -69,7 +76,9 @@ struct FewRowsTraits {
       float sums[kWarps][kTokens][kRowPitch];  // when all products are done
     };
     float block_sums[1][kTokens][kRowPitch];
-    bool suspect[kTokens];  // rows of x of which some sum is not finite
+    bool suspect[kTokens];           // rows of x of which some sum is not finite
+    float squares[kWarps][kTokens];  // sums of rows of x
+    float block_squares[kTokens];
   };
 };
 
@@ -98,29 +107,16 @@ __device__ float term_by_term(const LowBitParams& p, int32_t token, int32_t n) {
   return sum;
 }
 
-// Writes again what this block has written of a row and is not finite, unless the row has a NaN.
+// Whether a row of x has a NaN; called by all threads of a block.
 template <class Traits>
-__device__ void write_again(const LowBitParams& p, int token, int32_t first_feature, int rank,
-                            int blocks) {
-  using T = typename Traits::T;
+__device__ bool row_has_nan(const LowBitParams& p, int token) {
   bool nan = false;
   for (int32_t k = threadIdx.x; k < p.k; k += Traits::kThreads) {
     // Of either 16-bit type a number is NaN if its magnitude is above infinity's.
     constexpr uint16_t kInfinity = Traits::Codes::kBf16 ? 0x7f80 : 0x7c00;
     nan = nan || (element_of_x(p, token, k) & 0x7fff) > kInfinity;
   }
-  if (__syncthreads_or(nan)) return;
-  T* out = static_cast<T*>(p.out) + token * p.out_row_stride;
-  for (int feature = threadIdx.x; feature < Traits::kFeatures; feature += Traits::kThreads) {
-    const int32_t n = first_feature + feature;
-    // As write_result divides them.
-    const int i = token * Traits::kFeatures + feature;
-    if (n >= p.n || i / Traits::kThreads % blocks != rank) continue;
-    if (isfinite(static_cast<float>(out[n]))) continue;
-    float sum = term_by_term<T, Traits::kBits>(p, token, n);
-    if (p.bias != nullptr) sum += load_scalar(p.bias, p.bias_format, n);
-    out[n] = static_cast<T>(sum);
-  }
+  return __syncthreads_or(nan);
 }
 
 // What one warp does until its sums are complete.
@@ -135,6 +131,8 @@ struct FewRowsWarp {
   int lane;
   int32_t first_block;                                 // of the cluster's features
   FourScales raw_scales[kScales], raw_zeros[kScales];  // of the next tile of K to be multiplied
+  uint32_t norm_weights[Traits::kNorm ? 8 : 1];        // likewise, pairs for this lane's columns
+  float squares[Traits::kTokenTiles];                  // of this lane's elements of a row
 
   // Of the next tile to be copied: this lane's vectors.
   static constexpr int kTileVectors = 32 * Traits::kBits;
@@ -240,6 +238,34 @@ struct FewRowsWarp {
     }
   }
 
+  __device__ void load_norm_weights(int32_t tile) {
+    if constexpr (Traits::kNorm) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int32_t column = tile * kTile + 8 * i + 2 * (lane % 4);
+        norm_weights[i] = column < p.k ? *reinterpret_cast<const uint32_t*>(
+                                             static_cast<const uint16_t*>(p.norm_weight) + column)
+                                       : 0;
+      }
+    }
+  }
+
+  // Sums squares, and multiplies by the norm's weight.
+  __device__ void begin_norm(uint32_t (&b)[Traits::kTokenTiles][8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float low = __uint_as_float(norm_weights[i] << 16) + p.norm_weight_offset;
+      const float high = __uint_as_float(norm_weights[i] & 0xffff0000) + p.norm_weight_offset;
+#pragma unroll
+      for (int t = 0; t < Traits::kTokenTiles; ++t) {
+        const float x = __uint_as_float(b[t][i] << 16);
+        const float y = __uint_as_float(b[t][i] & 0xffff0000);
+        squares[t] = fmaf(x, x, fmaf(y, y, squares[t]));
+        b[t][i] = ptx::pack<true>(x * low, y * high);
+      }
+    }
+  }
+
   __device__ void publish_scales() const {
     if (4 * lane >= Traits::kFeatures) return;
     constexpr float kDefaultZero = 1 << (Traits::kBits - 1);
@@ -279,9 +305,10 @@ struct FewRowsWarp {
   }
 
   __device__ void multiply(const typename Traits::Stage& stage,
-                           float (&sums)[Traits::kRows][Traits::kTokenTiles][4]) const {
+                           float (&sums)[Traits::kRows][Traits::kTokenTiles][4]) {
     uint32_t b[Traits::kTokenTiles][8];
     load_x(stage, b);
+    if constexpr (Traits::kNorm) begin_norm(b);
     const uint32_t ones[4] = {Codes::kOnePair, Codes::kOnePair, Codes::kOnePair, Codes::kOnePair};
     float x_sums[kScales][Traits::kTokenTiles][4];
 #pragma unroll
@@ -381,7 +408,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
       if (tile + s * Traits::kWarps < end) w.copy_tile(w.mine.stages[s]);
       ptx::cp_async_commit();
     }
-    if (tile < end) w.load_scales(tile);
+    for (float& sum : w.squares) sum = 0.0f;
+    if (tile < end) w.load_scales(tile), w.load_norm_weights(tile);
     for (int stage = 0; tile < end; tile += Traits::kWarps) {
       ptx::cp_async_wait<kAhead - 1>();
       w.publish_scales();
@@ -391,6 +419,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
       ptx::cp_async_commit();
       if (tile + Traits::kWarps < end) w.load_scales(tile + Traits::kWarps);
       w.multiply(w.mine.stages[stage], sums);
+      if (tile + Traits::kWarps < end) w.load_norm_weights(tile + Traits::kWarps);
       __syncwarp();  // the scales have been read
       stage = stage == kAhead ? 0 : stage + 1;
     }
@@ -411,7 +440,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
       }
     }
   }
+  if constexpr (Traits::kNorm) {
+#pragma unroll
+    for (int t = 0; t < Traits::kTokenTiles; ++t) {
+      float sum = w.squares[t];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (w.lane % 4 == 0) smem.squares[warp][8 * t + w.lane / 4] = sum;
+    }
+  }
   __syncthreads();
+  if (Traits::kNorm && threadIdx.x < Traits::kTokens) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int other = 0; other < Traits::kWarps; ++other) sum += smem.squares[other][threadIdx.x];
+    smem.block_squares[threadIdx.x] = sum;
+  }
   for (int i = threadIdx.x; i < Traits::kFeatures * p.m; i += Traits::kThreads) {
     const int token = i / Traits::kFeatures, feature = i % Traits::kFeatures;
     float sum = 0.0f;
@@ -419,14 +463,38 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksOfSm)
     for (int other = 0; other < Traits::kWarps; ++other) sum += smem.sums[other][token][feature];
     smem.block_sums[0][token][feature] = sum;
   }
-  write_result<T, Traits::kFeatures, Traits::kThreads>(p, smem.block_sums, w.first_feature(), 0,
-                                                       p.m, [&](float sum, int token) {
-                                                         if (!isfinite(sum))
-                                                           smem.suspect[token] = true;
-                                                       });
+  // What is not finite is kept back, a bit for each sum of this thread.
+  static_assert(Traits::kFeatures * Traits::kTokens <= 32 * Traits::kThreads);
+  uint32_t kept = 0, bit = 1;
+  add_up_cluster<Traits::kFeatures, Traits::kThreads>(
+      smem.block_sums, w.first_feature(), p.n, p.m, [&](float sum, int token, int32_t n) {
+        if constexpr (Traits::kNorm) {
+          float squares = 0.0f;
+          for (uint32_t block = 0; block < blocks; ++block) {
+            squares += ptx::cluster_load(&smem.block_squares[token], block);
+          }
+          const float rms = sqrtf(squares / static_cast<float>(p.k) + p.norm_eps);
+          store_sum(p.result, sum / rms, token, n);
+        } else if (isfinite(sum)) {
+          store_sum(p.result, sum, token, n);
+        } else {
+          smem.suspect[token] = true;
+          kept |= bit;
+        }
+        bit <<= 1;
+      });
   __syncthreads();
   for (int token = 0; token < p.m; ++token) {
-    if (smem.suspect[token]) write_again<Traits>(p, token, w.first_feature(), rank, blocks);
+    if (!smem.suspect[token]) continue;
+    const bool nan = row_has_nan<Traits>(p, token);
+    bit = 1;
+    each_of_cluster<Traits::kFeatures, Traits::kThreads>(
+        w.first_feature(), p.n, p.m, [&](int of_token, int32_t n) {
+          if (of_token == token && (kept & bit) != 0) {
+            store_sum(p.result, nan ? NAN : term_by_term<T, Traits::kBits>(p, token, n), token, n);
+          }
+          bit <<= 1;
+        });
   }
 }
 

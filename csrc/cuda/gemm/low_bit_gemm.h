@@ -6,10 +6,9 @@
 
 #include "../indexing.h"
 #include "low_bit_config.h"
+#include "result.h"
 
 namespace fastinfer::cuda {
-
-enum class ScaleFormat : int { kFloat, kBf16, kFp16 };
 
 struct LowBitParams {
   const void* x;         // [M, K]
@@ -18,9 +17,7 @@ struct LowBitParams {
   const uint4* qweight;  // [n_tiles, k_tiles, bits, 32]; fewer than 2^31
   const void* scales;    // [groups, N]
   const void* zeros;     // [groups, N] or null: 2^(bits - 1)
-  const void* bias;      // [N] or null
-  void* out;             // [M, N]
-  int64_t out_row_stride;
+  ResultParams result;
   int32_t m, n, k;
   int32_t n_tiles, k_tiles;  // of 64
   Divider group_size;        // a multiple of 16
@@ -28,8 +25,8 @@ struct LowBitParams {
   ScaleFormat scale_format;  // of scales and zeros
   bool scales_aligned;       // rows of both to four of their elements
   bool scales_by_bulk;       // rows of both to 16 bytes, in length as well
-  ScaleFormat bias_format;
-  bool out_in_eights;  // N a multiple of 8 and rows of out aligned to 16 bytes
+  const void* norm_weight;   // [K] in x's type, or null: rows of x are normalised first (few rows)
+  float norm_eps, norm_weight_offset;
 };
 
 // For 1 to kFewRows rows. many_scales: the groups' size is no multiple of 64.

@@ -23,7 +23,7 @@ cudaError_t launch_few_rows_kernel(const LowBitParams& params, int cluster, int 
 }
 
 // Tries the shapes from kIndex on until it is the configuration's.
-template <class T, int kBits, int kTokenTiles, int kStepsPerScale, int kIndex = 0>
+template <class T, int kBits, int kTokenTiles, int kStepsPerScale, bool kNorm, int kIndex = 0>
 cudaError_t launch_few_rows_shape(const LowBitParams& params, const FewRowsConfig& config,
                                   int device, cudaStream_t stream) {
   constexpr FewRowsShape kShape = kFewRowsShapes[kIndex];
@@ -31,13 +31,13 @@ cudaError_t launch_few_rows_shape(const LowBitParams& params, const FewRowsConfi
   if constexpr (few_rows_shape_usable(kBits, kStepsPerScale == 1, kShape)) {
     if (config.shape.rows == kShape.rows && config.shape.warps == kShape.warps) {
       using Traits =
-          FewRowsTraits<T, kBits, kTokenTiles, kStepsPerScale, kShape.rows, kShape.warps>;
+          FewRowsTraits<T, kBits, kTokenTiles, kStepsPerScale, kShape.rows, kShape.warps, kNorm>;
       return launch_few_rows_kernel<Traits>(params, config.cluster, device, stream);
     }
   }
   if constexpr (kIndex + 1 < kShapes) {
-    return launch_few_rows_shape<T, kBits, kTokenTiles, kStepsPerScale, kIndex + 1>(params, config,
-                                                                                    device, stream);
+    return launch_few_rows_shape<T, kBits, kTokenTiles, kStepsPerScale, kNorm, kIndex + 1>(
+        params, config, device, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
@@ -46,12 +46,17 @@ template <class T, int kBits>
 cudaError_t launch_few_rows(const LowBitParams& params, bool many_scales,
                             const FewRowsConfig& config, int device, cudaStream_t stream) {
   const bool two = params.m > 8;
-  if (many_scales) {
-    return two ? launch_few_rows_shape<T, kBits, 2, 1>(params, config, device, stream)
-               : launch_few_rows_shape<T, kBits, 1, 1>(params, config, device, stream);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (params.norm_weight != nullptr) {
+      return launch_few_rows_shape<T, kBits, 1, 4, true>(params, config, device, stream);
+    }
   }
-  return two ? launch_few_rows_shape<T, kBits, 2, 4>(params, config, device, stream)
-             : launch_few_rows_shape<T, kBits, 1, 4>(params, config, device, stream);
+  if (many_scales) {
+    return two ? launch_few_rows_shape<T, kBits, 2, 1, false>(params, config, device, stream)
+               : launch_few_rows_shape<T, kBits, 1, 1, false>(params, config, device, stream);
+  }
+  return two ? launch_few_rows_shape<T, kBits, 2, 4, false>(params, config, device, stream)
+             : launch_few_rows_shape<T, kBits, 1, 4, false>(params, config, device, stream);
 }
 
 // ---- many rows
@@ -62,8 +67,11 @@ cudaError_t launch_some_rows_kernel(const LowBitParams& params, const CUtensorMa
   constexpr int kBytes = sizeof(typename Traits::Smem);
   static_assert(kBytes <= 227 * 1024);
   const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
-  const int64_t tiles =
-      int64_t{(params.n_tiles + Traits::kFeatureTiles - 1) / Traits::kFeatureTiles} * token_tiles;
+  // Gates and what they multiply are shared out alike.
+  const int halves = params.result.gated ? 2 : 1;
+  const int32_t of_n = params.n_tiles / halves, of_block = Traits::kFeatureTiles / halves;
+  if (of_block == 0) return cudaErrorInvalidConfiguration;
+  const int64_t tiles = int64_t{(of_n + of_block - 1) / of_block} * token_tiles;
   return launch_clusters<&low_bit_some_rows_kernel<Traits>, kBytes>(
       tiles, Traits::kThreads, cluster, device, stream, params, x_map, token_tiles);
 }

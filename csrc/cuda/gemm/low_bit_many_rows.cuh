@@ -18,8 +18,9 @@
 #include "../ptx/named_barrier.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/stmatrix.h"
+#include "cluster_result.cuh"
 #include "low_bit_many_rows_copy.cuh"
-#include "low_bit_result.cuh"
+#include "result.cuh"
 
 namespace fastinfer::cuda {
 
@@ -125,9 +126,11 @@ struct ManyRowsWarpgroup {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       group.factors[i] = Codes::kOnePair;
-      if (fabsf(group.unit[i]) > fabsf(before[i]) * (1.0f / kFar) || isnan(group.unit[i])) continue;
-      group.factors[i] =
-          pair_of_both(before[i] == 0.0f ? 0.0f : group.unit[i] * ptx::reciprocal(before[i]));
+      if (fabsf(group.unit[i]) > fabsf(before[i]) * (1.0f / kFar) || isnan(group.unit[i])) {
+        group.ratio[i] = before[i] == 0.0f ? 0.0f : before[i] / group.unit[i];
+        continue;
+      }
+      group.factors[i] = pair_of_both(before[i] == 0.0f ? 0.0f : group.unit[i] / before[i]);
       group.unit[i] = before[i];
       group.ratio[i] = 1.0f;
     }
@@ -271,10 +274,6 @@ struct ManyRowsWarpgroup {
       const Stage& from = smem.stages[here];
       const uint64_t x = x_descriptor(here);
       stage.next();
-      // The second of two warpgroups follows half a stage behind: while one waits for its sums, to
-      // change their unit, the other multiplies.
-      constexpr bool kTwo = Traits::kWarpgroups == 2;
-      if (kTwo && j == 0 && warpgroup == 1) ptx::named_barrier_sync(kTurnBarrier, 256);
       multiply_tile(a, x, 0);
       if constexpr (kGroups == 1) {
         decode(from, 1, group, b);
@@ -289,7 +288,6 @@ struct ManyRowsWarpgroup {
         change_unit(group);
         multiply_tile(b, x, 1);
       }
-      if (kTwo && j == 0 && warpgroup == 0) ptx::named_barrier_arrive(kTurnBarrier, 256);
       Group next = group;
       if (j + 1 < count) {
         smem.full[stage.index].wait(stage.phase);
@@ -365,12 +363,12 @@ struct ManyRowsWarpgroup {
   }
 
   __device__ void add_bias(int32_t first_feature) {
-    if (p.bias == nullptr) return;
+    if (p.result.bias == nullptr) return;
     float bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int32_t n = min(first_feature + 16 * warp + lane / 4 + 8 * i, p.n - 1);
-      bias[i] = load_scalar(p.bias, p.bias_format, n);
+      bias[i] = load_scalar(p.result.bias, p.result.bias_format, n);
     }
 #pragma unroll
     for (int i = 0; i < kElements; ++i) sums[i] += bias[i / 2 % 2];
@@ -397,9 +395,9 @@ struct ManyRowsWarpgroup {
     const int thread = 32 * warp + lane, token = thread / 8, eight = thread % 8;
     const int32_t n = first_feature + 8 * eight, row = first_token + kBegin + token;
     const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(token, eight));
-    T* to = static_cast<T*>(p.out) + row * p.out_row_stride + n;
+    T* to = static_cast<T*>(p.result.out) + row * p.result.out_row_stride + n;
     if (n < p.n && row < p.m) {
-      if (p.out_in_eights) {
+      if (p.result.out_in_eights) {
         *reinterpret_cast<uint4*>(to) = vector;
       } else {
         const T* eight_values = reinterpret_cast<const T*>(&vector);
@@ -434,9 +432,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   };
   // Neighbouring blocks share the weights.
   const int32_t index = blockIdx.x / blocks;
-  const ManyRowsTile tile{index / token_tiles * Traits::kFeatureTiles,
-                          index % token_tiles * Traits::kTokens, first_of(rank),
-                          first_of(rank + 1)};
+  const int tiles = p.result.gated ? Traits::kFeatureTiles / 2 : Traits::kFeatureTiles;
+  const ManyRowsTile tile{index / token_tiles * tiles, index % token_tiles * Traits::kTokens,
+                          first_of(rank), first_of(rank + 1)};
   if (threadIdx.x == 0) init_barriers<Traits>(smem);
   __syncthreads();
 
@@ -456,9 +454,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();  // all stages have been read
     w.publish(smem.sums[split], warpgroup % Traits::kFeatureTiles * Traits::kTile);
   }
-  write_result<T, Traits::kFeatures, Traits::kThreads>(
-      p, smem.sums, tile.first_tile * Traits::kTile, tile.first_token,
-      min(Traits::kTokens, p.m - tile.first_token), [](float, int) {});
+  const int tokens = min(Traits::kTokens, p.m - tile.first_token);
+  if (p.result.gated) {
+    if constexpr (Traits::kFeatureTiles > 1) {
+      add_up_gated<Traits::kFeatures, Traits::kThreads>(
+          smem.sums, tile.first_tile * Traits::kTile, p.result.columns, tokens,
+          [&](float gate, float up, int token, int32_t column) {
+            store_gated(p.result, gate, up, tile.first_token + token, column);
+          });
+    }
+  } else {
+    add_up_cluster<Traits::kFeatures, Traits::kThreads>(
+        smem.sums, tile.first_tile * Traits::kTile, p.n, tokens,
+        [&](float sum, int token, int32_t n) {
+          store_sum(p.result, sum, tile.first_token + token, n);
+        });
+  }
 }
 
 // Tile after tile; two blocks have neighbouring features and share rows of x.

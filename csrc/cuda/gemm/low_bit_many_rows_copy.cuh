@@ -92,11 +92,19 @@ struct ManyRowsTile {
   }
 };
 
+// A tile of N of a block: features in a row, or gates and then what they multiply.
+template <class Traits>
+__device__ int32_t n_tile_of(const LowBitParams& p, const ManyRowsTile& tile, int i) {
+  constexpr int kHalf = Traits::kFeatureTiles / 2;
+  const bool up = p.result.gated && i >= kHalf;
+  // Past the last tile it is read again; nobody writes what comes of it.
+  return min(tile.first_tile + i + (up ? p.n_tiles / 2 - kHalf : 0), p.n_tiles - 1);
+}
+
 template <class Traits>
 __device__ const uint4* stage_weights(const LowBitParams& p, int32_t n_tile, int32_t k) {
-  // Past the last tile it is read again; nobody writes what comes of it.
-  const int64_t row = int64_t{min(n_tile, p.n_tiles - 1)} * p.k_tiles;
-  return p.qweight + (row + k * Traits::kStageTiles) * Traits::kTileVectors;
+  const int64_t tiles = int64_t{n_tile} * p.k_tiles + k * Traits::kStageTiles;
+  return p.qweight + tiles * Traits::kTileVectors;
 }
 
 // Its bytes; the last one's second tile of K may be missing.
@@ -114,7 +122,7 @@ __device__ void copy_begin(const LowBitParams& p, const ManyRowsTile& tile) {
       const int32_t end = tile.first_of<Traits::kSplits>(split + 1);
       for (int32_t k = first; k < end && k < first + Traits::kStages; ++k) {
         for (int i = 0; i < Traits::kFeatureTiles; ++i) {
-          ptx::prefetch_l2(stage_weights<Traits>(p, tile.first_tile + i, k),
+          ptx::prefetch_l2(stage_weights<Traits>(p, n_tile_of<Traits>(p, tile, i), k),
                            stage_weight_bytes<Traits>(p, k));
         }
       }
@@ -180,7 +188,8 @@ __device__ void copy_weights(const LowBitParams& p, const ManyRowsTile& tile, in
     const int split = (first + i) / Traits::kFeatureTiles;
     k[i] = tile.first_of<Traits::kSplits>(split);
     end[i] = tile.first_of<Traits::kSplits>(split + 1);
-    from[i] = stage_weights<Traits>(p, tile.first_tile + (first + i) % Traits::kFeatureTiles, k[i]);
+    from[i] = stage_weights<Traits>(
+        p, n_tile_of<Traits>(p, tile, (first + i) % Traits::kFeatureTiles), k[i]);
   }
 #pragma unroll 1
   for (int32_t j = 0; j < stages; ++j, stage.next()) {
@@ -216,7 +225,7 @@ __device__ void copy_scales(const LowBitParams& p, const ManyRowsTile& tile,
   const int size = p.scale_format == ScaleFormat::kFloat ? 4 : 2;
   const int32_t first = tile.first_of<Traits::kSplits>(split);
   const int32_t left = tile.first_of<Traits::kSplits>(split + 1) - first;
-  const int32_t n_tile = min(tile.first_tile + of % Traits::kFeatureTiles, p.n_tiles - 1);
+  const int32_t n_tile = n_tile_of<Traits>(p, tile, of % Traits::kFeatureTiles);
   const int32_t features = min(Traits::kTile, p.n - n_tile * Traits::kTile);
   const char* values = static_cast<const char*>(lane % 2 == 0 ? p.scales : p.zeros);
   const bool mine = lane < kItems && values != nullptr;

@@ -7,31 +7,24 @@
 #include "../../portable/scaled_mm.h"
 #include "../runtime.h"
 #include "../tensor_map.h"
+#include "result_params.h"
 #include "scaled_mm.h"
 
 namespace fastinfer::cuda {
 namespace {
 
-// Sums of int8 products that 32 bits hold.
-constexpr int64_t kMostInt8Columns = 1 << 17;
+// 32 bits hold the sum of so many products of -128 and -128.
+constexpr int64_t kMostInt8Columns = (1 << 17) - 1;
 
-// Results are a b^T with scales and bias alone; both come by TMA.
+// Both come by TMA. Blocks of scales and gates do not go together.
 bool supports(const ScaledMmProblem& p, int32_t device_index) {
-  if (capability(p.op, device_index) != 90) return false;
-  if (!p.epilogue.nothing() || p.a_zero != nullptr) return false;
+  if (capability(p.op, device_index) != 90 || p.a_zero != nullptr) return false;
+  if (p.epilogue.gated && p.block_scales) return false;
   const bool counted =
       p.m <= kMostIndices / 2 && p.n <= kMostIndices / 2 && p.k <= kMostIndices / 2;
   const bool exact = p.format == MmFormat::kFp8 || p.k <= kMostInt8Columns;
   return counted && exact && suits_tma(p.a, 1, {{p.m, p.a_row_stride}}) &&
          suits_tma(p.b, 1, {{p.n, p.b_row_stride}});
-}
-
-ScaleFormat format_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float: return ScaleFormat::kFloat;
-    case ScalarType::BFloat16: return ScaleFormat::kBf16;
-    default: return ScaleFormat::kFp16;
-  }
 }
 
 MmScaleParams scales_of(const MmScales& scales) {
@@ -47,22 +40,17 @@ CUtensorMap map_of(const ScaledMmProblem& p, const uint8_t* data, int64_t rows, 
 
 template <bool kFp8>
 cudaError_t launch(const ScaledMmProblem& p, int device, cudaStream_t stream) {
-  const bool halves = p.dtype != ScalarType::Float;
   const ScaledMmParams params{
       scales_of(p.a_scale),
       scales_of(p.b_scale),
-      p.bias,
-      format_of(p.bias_dtype),
-      p.out,
-      p.out_row_stride,
-      format_of(p.dtype),
-      halves && p.n % 8 == 0 && aligned_to(16, p.out, 2, {p.m > 1 ? p.out_row_stride : 0}),
+      result_params(p.epilogue, p.bias, p.bias_dtype, p.out, p.out_row_stride, p.dtype, p.m),
       static_cast<int32_t>(p.m),
       static_cast<int32_t>(p.n),
       static_cast<int32_t>((p.k + kMmColumns - 1) / kMmColumns)};
   const int sms = num_sms(p.op, device);
   if (p.m <= 2 * kMostFewTokens) {
-    const auto config = few_tokens_config(p.m, (p.n + 63) / 64, params.stages, sms);
+    const auto config =
+        few_tokens_config(p.m, (p.n + 63) / 64, params.stages, sms, p.epilogue.gated);
     const ScaledMmMaps maps{
         map_of(p, p.a, p.m, p.a_row_stride, static_cast<uint32_t>(config.shape.tokens)),
         map_of(p, p.b, p.n, p.b_row_stride, kFewTokensBoxB)};

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../indexing.h"
-#include "low_bit_gemm.h"
+#include "result.h"
 #include "scaled_mm_config.h"
 
 namespace fastinfer::cuda {
@@ -24,12 +24,7 @@ struct MmScaleParams {
 struct ScaledMmParams {
   MmScaleParams a_scale;  // of rows of a
   MmScaleParams b_scale;  // of rows of b, which are output features
-  const void* bias;       // [N] or null
-  ScaleFormat bias_format;
-  void* out;  // [M, N]
-  int64_t out_row_stride;
-  ScaleFormat out_format;
-  bool out_in_eights;  // 16-bit, N a multiple of 8 and rows aligned to 16 bytes
+  ResultParams result;
   int32_t m, n;
   int32_t stages;  // of K
 };

@@ -24,13 +24,16 @@ struct FewTokensConfig {
 };
 
 // n_tiles: of 64 features; stages: of kMmColumns columns. A block's time is that of its stages and
-// of its beginning and end; a multiprocessor has one block.
-inline FewTokensConfig few_tokens_config(int64_t m, int64_t n_tiles, int64_t stages, int sms) {
+// of its beginning and end; a multiprocessor has one block. Gates and what they multiply lie in one
+// block.
+inline FewTokensConfig few_tokens_config(int64_t m, int64_t n_tiles, int64_t stages, int sms,
+                                         bool gated = false) {
   constexpr int64_t kBeginAndEnd = 3;  // in stages
   FewTokensConfig best{};
   int64_t best_cost = -1;
   for (const FewTokensShape shape : kFewTokensShapes) {
     if (shape.tokens != (m <= 16 ? 16 : 64)) continue;
+    if (gated && shape.splits == kFewTokensWarpgroups) continue;
     const int64_t features = kFewTokensWarpgroups / shape.splits;
     const int64_t pieces =
         (n_tiles + features - 1) / features * ((m + shape.tokens - 1) / shape.tokens);

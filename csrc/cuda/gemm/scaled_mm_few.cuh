@@ -15,7 +15,8 @@
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
 #include "cluster_result.cuh"
-#include "scaled_mm_result.cuh"
+#include "result.cuh"
+#include "scaled_mm.h"
 
 namespace fastinfer::cuda {
 
@@ -53,10 +54,17 @@ struct FewTokensTraits {
   };
 };
 
-// What a block works on: stages [begin, end) of K.
+// What a block works on: stages [begin, end) of K, and columns of the result.
 struct MmPart {
-  int32_t first_feature, first_token;
+  int32_t first_column, first_token;
   int32_t begin, end;
+
+  // Of a tile of 64: features in a row, or gates and then what they multiply.
+  template <int kTiles>
+  __device__ int32_t first_feature(const ResultParams& r, int i) const {
+    const bool up = r.gated && i >= kTiles / 2;
+    return first_column + 64 * i + (up ? r.columns - 64 * (kTiles / 2) : 0);
+  }
 
   template <int kSplits>
   __device__ int32_t first_of(int split) const {
@@ -70,8 +78,8 @@ struct MmPart {
 
 // By one thread of a warp: b by the first warp, a by the second.
 template <class Traits>
-__device__ void copy_few_tokens(const ScaledMmMaps& maps, const MmPart& part,
-                                typename Traits::Smem& smem) {
+__device__ void copy_few_tokens(const ScaledMmParams& p, const ScaledMmMaps& maps,
+                                const MmPart& part, typename Traits::Smem& smem) {
   const int warp = threadIdx.x / 32 % 4;
   if (warp > 1 || threadIdx.x % 32 != 0) return;
   // b is a weight, which no kernel before writes.
@@ -107,7 +115,7 @@ __device__ void copy_few_tokens(const ScaledMmMaps& maps, const MmPart& part,
 #pragma unroll
       for (int i = 0; i < Traits::kFeatureTiles; ++i) {
         ptx::tma_load(to.b[split * Traits::kFeatureTiles + i], &maps.b, &full, column[split],
-                      part.first_feature + i * Traits::kTile, 0, 0);
+                      part.first_feature<Traits::kFeatureTiles>(p.result, i), 0, 0);
       }
     }
   }
@@ -126,7 +134,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   };
   // Neighbouring blocks share features.
   const int32_t index = blockIdx.x / blocks;
-  const MmPart part{index / token_tiles * Traits::kFeatures, index % token_tiles * Traits::kTokens,
+  const int columns = p.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
+  const MmPart part{index / token_tiles * columns, index % token_tiles * Traits::kTokens,
                     first_of(rank), first_of(rank + 1)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -141,7 +150,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == Traits::kWarpgroups) {
     ptx::registers_decrease<32>();
-    copy_few_tokens<Traits>(maps, part, smem);
+    copy_few_tokens<Traits>(p, maps, part, smem);
     __syncthreads();
   } else {
     ptx::registers_increase<112>();
@@ -150,7 +159,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int32_t first = part.first_of<Traits::kSplits>(split);
     const int32_t end = part.first_of<Traits::kSplits>(split + 1);
     const int32_t tile_feature =
-        part.first_feature + warpgroup % Traits::kFeatureTiles * Traits::kTile;
+        part.first_feature<Traits::kFeatureTiles>(p.result, warpgroup % Traits::kFeatureTiles);
     typename Traits::Sum part_sums[kElements] = {};
     float sums[kElements] = {};
     float a_scales[Traits::kBlocks ? Traits::kTokens / 4 : 1], b_scale;
@@ -214,17 +223,32 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   }
   ptx::grid_dependency_wait();
-  add_up_cluster<Traits::kFeatures, Traits::kThreads>(
-      smem.sums, part.first_feature, p.n, min(Traits::kTokens, p.m - part.first_token),
-      [&](typename Traits::Sum whole, int token, int32_t n) {
-        const int64_t row = part.first_token + token;
-        float sum = static_cast<float>(whole);
-        if constexpr (!Traits::kBlocks) {
-          sum *= p.a_scale.data[row * p.a_scale.row_stride];
-          sum *= p.b_scale.data[n * p.b_scale.row_stride];
-        }
-        store_result(p, sum, row, n);
-      });
+  const auto scaled = [&](typename Traits::Sum sum, int64_t row, int32_t n) {
+    float value = static_cast<float>(sum);
+    if constexpr (!Traits::kBlocks) {
+      value *= p.a_scale.data[row * p.a_scale.row_stride];
+      value *= p.b_scale.data[n * p.b_scale.row_stride];
+    }
+    return value;
+  };
+  const int tokens = min(Traits::kTokens, p.m - part.first_token);
+  if (p.result.gated) {
+    if constexpr (Traits::kFeatureTiles > 1) {
+      add_up_gated<Traits::kFeatures, Traits::kThreads>(
+          smem.sums, part.first_column, p.result.columns, tokens,
+          [&](auto gate, auto up, int token, int32_t column) {
+            const int64_t row = part.first_token + token;
+            store_gated(p.result, scaled(gate, row, column),
+                        scaled(up, row, column + p.result.columns), row, column);
+          });
+    }
+  } else {
+    add_up_cluster<Traits::kFeatures, Traits::kThreads>(
+        smem.sums, part.first_column, p.n, tokens, [&](auto sum, int token, int32_t n) {
+          const int64_t row = part.first_token + token;
+          store_sum(p.result, scaled(sum, row, n), row, n);
+        });
+  }
 }
 
 }  // namespace fastinfer::cuda

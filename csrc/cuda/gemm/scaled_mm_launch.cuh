@@ -20,8 +20,8 @@ cudaError_t launch_few_tokens(const ScaledMmParams& params, const ScaledMmMaps& 
     constexpr int kBytes = sizeof(typename Traits::Smem);
     static_assert(kBytes <= 227 * 1024);
     const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
-    const int64_t tiles =
-        int64_t{(params.n + Traits::kFeatures - 1) / Traits::kFeatures} * token_tiles;
+    const int columns = params.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
+    const int64_t tiles = int64_t{(params.result.columns + columns - 1) / columns} * token_tiles;
     return launch_clusters<&scaled_mm_few_tokens_kernel<Traits>, kBytes>(
         tiles, Traits::kThreads, config.cluster, device, stream, params, maps, token_tiles);
   }
@@ -38,8 +38,8 @@ cudaError_t launch_many_tokens(const ScaledMmParams& params, const ScaledMmMaps&
   constexpr int kBytes = sizeof(typename Traits::Smem);
   static_assert(kBytes <= 227 * 1024);
   const int32_t token_tiles = (params.m + 2 * Traits::kTokens - 1) / (2 * Traits::kTokens);
-  const int64_t tiles =
-      int64_t{(params.n + Traits::kFeatures - 1) / Traits::kFeatures} * token_tiles;
+  const int columns = params.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
+  const int64_t tiles = int64_t{(params.result.columns + columns - 1) / columns} * token_tiles;
   return launch_clusters<&scaled_mm_many_tokens_kernel<Traits>, kBytes>(
       std::min<int64_t>(tiles, sms / 2), Traits::kThreads, 2, device, stream, params, maps,
       token_tiles, static_cast<int32_t>(tiles));

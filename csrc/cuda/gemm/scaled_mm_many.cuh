@@ -19,7 +19,8 @@
 #include "../ptx/stmatrix.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
-#include "scaled_mm_result.cuh"
+#include "result.cuh"
+#include "scaled_mm.h"
 
 namespace fastinfer::cuda {
 
@@ -43,9 +44,13 @@ struct ManyTokensTraits {
   };
   static constexpr int kStages = 5;
 
+  union alignas(16) Staging {
+    uint16_t halves[16][64];
+    float floats[16][32];
+  };
   struct Smem {
     Stage stages[kStages];
-    alignas(16) uint16_t staging[4 * kWarpgroups][16][64];  // of a warp
+    Staging staging[4 * kWarpgroups];  // of a warp
     float b_scales[kWarpgroups][kFeatures];
     float biases[kWarpgroups][kFeatures];
     ptx::Mbarrier full[kStages];
@@ -54,8 +59,15 @@ struct ManyTokensTraits {
 };
 
 struct MmTile {
-  int32_t first_token, first_feature;
+  int32_t first_token, first_column;
 };
+
+// Features of a tile: in a row, or 96 gates and then what they multiply.
+template <class Traits>
+__device__ int32_t feature_of(const ResultParams& r, const MmTile& tile, int i) {
+  constexpr int kHalf = Traits::kFeatures / 2;
+  return tile.first_column + i + (r.gated && i >= kHalf ? r.columns - kHalf : 0);
+}
 
 // By one thread of a warp: a by the first warp, this block's half of b, to both, by the second.
 template <class Traits>
@@ -77,8 +89,8 @@ __device__ void copy_many_tokens(const ScaledMmParams& p, const ScaledMmMaps& ma
       ptx::tma_load(to.a, &maps.a, &full, k * kMmColumns, tile.first_token, 0, 0);
     } else {
       full.arrive_expect(sizeof(to.b));
-      ptx::tma_load_to_both(to.b[first], &maps.b, &full, k * kMmColumns, tile.first_feature + first,
-                            0, 0);
+      ptx::tma_load_to_both(to.b[first], &maps.b, &full, k * kMmColumns,
+                            feature_of<Traits>(p.result, tile, first), 0, 0);
     }
   }
 }
@@ -111,15 +123,16 @@ struct ManyTokensWarpgroup {
     for (int i = 0; i < 2; ++i) a_scales[i] = *p.a_scale.at(min(row(tile) + 8 * i, p.m - 1), block);
 #pragma unroll
     for (int i = 0; i < kThirds; ++i) {
-      b_scales[i] = *p.b_scale.at(min(tile.first_feature + 64 * i, p.n - 1), block);
+      b_scales[i] = *p.b_scale.at(min(tile.first_column + 64 * i, p.n - 1), block);
     }
   }
 
   __device__ void begin(const MmTile& tile) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int32_t n = min(tile.first_feature + 32 * warp + lane + 128 * i, p.n - 1);
-      column_biases[i] = p.bias == nullptr ? 0.0f : load_scalar(p.bias, p.bias_format, n);
+      const int32_t n =
+          min(feature_of<Traits>(p.result, tile, 32 * warp + lane + 128 * i), p.n - 1);
+      column_biases[i] = biased(p.result, 0.0f, n);
       row_scales[i] = column_scales[i] = 1.0f;
       if constexpr (!Traits::kBlocks) {
         row_scales[i] = p.a_scale.data[min(row(tile) + 8 * i, p.m - 1) * p.a_scale.row_stride];
@@ -158,14 +171,6 @@ struct ManyTokensWarpgroup {
     }
     if constexpr (Traits::kBlocks) load_scales(tile, 0);
     const int32_t apart = Traits::kFp8 ? Traits::kApart : p.stages;
-    // The second warpgroup follows half of such sums behind: while one adds, the other multiplies.
-    constexpr int kStagger = 3;
-    if (warpgroup == 1) ptx::named_barrier_sync(kStagger, 256);
-    bool leads = warpgroup == 0;
-    const auto let_follow = [&] {
-      if (leads) ptx::named_barrier_arrive(kStagger, 256);
-      leads = false;
-    };
 #pragma unroll 1
     for (int32_t k = 0; k < p.stages;) {
       const int32_t end = min(k + apart, p.stages);
@@ -178,7 +183,6 @@ struct ManyTokensWarpgroup {
         if (add) release(before);
         before = here;
         stage.next();
-        if (Traits::kApart > 1 && (k + 1 == Traits::kApart / 2 || k + 1 == p.stages)) let_follow();
       }
       float factors[2][kThirds];
       if constexpr (Traits::kBlocks) {
@@ -191,7 +195,6 @@ struct ManyTokensWarpgroup {
       }
       wait_for_all();
       release(before);
-      if constexpr (Traits::kApart == 1) let_follow();
       if constexpr (Traits::kFp8) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
@@ -211,43 +214,52 @@ struct ManyTokensWarpgroup {
     if constexpr (!Traits::kFp8) return __int2float_rn(part[i]);
   }
 
-  // 16 rows of the warp by 64 features at a time, by way of `staging`, where no two rows of 8 meet
-  // in a bank. Where results are fp32, or rows lie at any address, element by element.
+  // y in column `column` of the tile and row lane / 4 + 8 half; i: of its sum.
+  __device__ float y(int i, int half, int column) const {
+    return sum(i) * row_scales[half] * smem.b_scales[warpgroup][column] +
+           smem.biases[warpgroup][column];
+  }
+
   __device__ void write(const MmTile& tile) {
-    auto& scales = smem.b_scales[warpgroup];
-    auto& biases = smem.biases[warpgroup];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int column = 32 * warp + lane + 128 * i;
       if (column < Traits::kFeatures) {
-        scales[column] = column_scales[i], biases[column] = column_biases[i];
+        smem.b_scales[warpgroup][column] = column_scales[i];
+        smem.biases[warpgroup][column] = column_biases[i];
       }
     }
     ptx::named_barrier_sync(1 + warpgroup, 128);
-    const bool bf16 = p.out_format == ScaleFormat::kBf16;
-    auto& staging = smem.staging[4 * warpgroup + warp];
-    const auto vector_of = [&](int r, int eight) { return &staging[r][8 * (eight ^ r % 8)]; };
     const int32_t first_row = tile.first_token + 64 * warpgroup + 16 * warp;
+    if (p.result.plain) {
+      write_plain(first_row, tile.first_column);
+    } else {
+      write_finished(first_row, tile.first_column);
+    }
+    ptx::named_barrier_sync(1 + warpgroup, 128);  // scales and biases have been read
+  }
+
+  // 16 rows by 64 columns at a time, by way of `staging`, where no two rows of 8 meet in a bank.
+  __device__ void write_plain(int32_t first_row, int32_t first_column) {
+    const ResultParams& r = p.result;
+    const bool bf16 = r.out_format == OutFormat::kBf16;
+    auto& staging = smem.staging[4 * warpgroup + warp].halves;
+    const auto vector_of = [&](int at, int eight) { return &staging[at][8 * (eight ^ at % 8)]; };
 #pragma unroll
     for (int third = 0; third < kThirds; ++third) {
-      const int32_t first = tile.first_feature + 64 * third;
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {  // of eights of features
+      for (int pair = 0; pair < 4; ++pair) {  // of eights of columns
         uint32_t four[4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int column = 64 * third + 8 * (2 * pair + j) + 2 * (lane % 4);
-          const float2 scale = *reinterpret_cast<const float2*>(&scales[column]);
-          const float2 bias = *reinterpret_cast<const float2*>(&biases[column]);
           const int base = 32 * third + 4 * (2 * pair + j);
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float x = sum(base + 2 * r) * row_scales[r] * scale.x + bias.x;
-            const float y = sum(base + 2 * r + 1) * row_scales[r] * scale.y + bias.y;
-            four[2 * j + r] = bf16 ? ptx::pack<true>(x, y) : ptx::pack<false>(x, y);
-            if (p.out_format == ScaleFormat::kFloat) {
-              store_pair(x, y, first_row + lane / 4 + 8 * r, tile.first_feature + column);
-            }
+          for (int half = 0; half < 2; ++half) {
+            const float first = y(base + 2 * half, half, column);
+            const float second = y(base + 2 * half + 1, half, column + 1);
+            four[2 * j + half] =
+                bf16 ? ptx::pack<true>(first, second) : ptx::pack<false>(first, second);
           }
         }
         const int matrix = lane / 8;
@@ -255,32 +267,54 @@ struct ManyTokensWarpgroup {
             ptx::shared_address(vector_of(8 * (matrix % 2) + lane % 8, 2 * pair + matrix / 2)),
             four);
       }
-      if (p.out_format == ScaleFormat::kFloat) continue;
       __syncwarp();
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {
-        const int r = 4 * i + lane / 8, eight = lane % 8;
-        const int32_t n = first + 8 * eight, to_row = first_row + r;
-        if (n >= p.n || to_row >= p.m) continue;
-        const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(r, eight));
-        uint16_t* to = static_cast<uint16_t*>(p.out) + to_row * p.out_row_stride + n;
-        if (p.out_in_eights) {
+        const int at = 4 * i + lane / 8;
+        const int32_t n = first_column + 64 * third + 8 * (lane % 8), row = first_row + at;
+        if (n >= r.columns || row >= p.m) continue;
+        const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(at, lane % 8));
+        uint16_t* to = static_cast<uint16_t*>(r.out) + row * r.out_row_stride + n;
+        if (r.out_in_eights) {
           *reinterpret_cast<uint4*>(to) = vector;
         } else {
           const uint16_t* values = reinterpret_cast<const uint16_t*>(&vector);
-          for (int j = 0; j < 8 && n + j < p.n; ++j) to[j] = values[j];
+          for (int j = 0; j < 8 && n + j < r.columns; ++j) to[j] = values[j];
         }
       }
       __syncwarp();
     }
-    ptx::named_barrier_sync(1 + warpgroup, 128);  // scales and biases have been read
   }
 
-  __device__ void store_pair(float x, float y, int32_t to_row, int32_t n) const {
-    if (to_row >= p.m) return;
-    float* to = static_cast<float*>(p.out) + to_row * p.out_row_stride + n;
-    if (n < p.n) to[0] = x;
-    if (n + 1 < p.n) to[1] = y;
+  // 16 rows by 16 columns at a time, and what they multiply if they are gates.
+  __device__ void write_finished(int32_t first_row, int32_t first_column) {
+    const ResultParams& r = p.result;
+    constexpr int kHalf = Traits::kFeatures / 2;
+    auto& staging = smem.staging[4 * warpgroup + warp].floats;
+#pragma unroll
+    for (int piece = 0; piece < Traits::kFeatures / 16; ++piece) {
+      if (r.gated && 16 * piece >= kHalf) break;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int at = lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        const int of = 8 * piece + i;
+        staging[at][column] = y(of, i / 2 % 2, 16 * piece + column);
+        if (r.gated) {
+          staging[at][16 + column] = y((of + kElements / 2) % kElements, i / 2 % 2,
+                                       (16 * piece + column + kHalf) % Traits::kFeatures);
+        }
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < 16 * 16; i += 32) {
+        const int at = i / 16, column = i % 16;
+        const int32_t row = first_row + at, n = first_column + 16 * piece + column;
+        if (row >= p.m || n >= r.columns) continue;
+        const float h = activate(r.activation, staging[at][column]);
+        store_finished(r, r.gated ? h * staging[at][16 + column] : h, row, n);
+      }
+      __syncwarp();
+    }
   }
 };
 
@@ -303,8 +337,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int32_t rank = ptx::cluster_rank();
   // Neighbouring clusters have the same features.
   const auto tile_at = [&](int32_t index) {
+    const int columns = p.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
     return MmTile{(index % token_tiles * 2 + rank) * Traits::kTokens,
-                  index / token_tiles * Traits::kFeatures};
+                  index / token_tiles * columns};
   };
   const int32_t clusters = gridDim.x / 2, first = blockIdx.x / 2;
   ptx::grid_dependency_wait();
