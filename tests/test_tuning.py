@@ -28,7 +28,7 @@ ENTRIES = (
     Entry(FEW, Config.of("few_rows", {"rows": 8, "warps": 16, "cluster": 2}), 5.5, 6.25),
     Entry(
         MANY,
-        Config.of("many_rows", {"tokens": 128, "splits": 1, "shared": 1, "cluster": 1}),
+        Config.of("many_rows", {"tokens": 256, "splits": 1, "shared": 1, "cluster": 1}),
         50.0,
         60.0,
     ),
@@ -78,7 +78,7 @@ def test_a_file_is_small_and_readable(folder: Path) -> None:
         "k": 4096,
         "group_size": 128,
         "m": 256,
-        "config": {"tokens": 128, "splits": 1, "shared": True, "cluster": 1},
+        "config": {"tokens": 256, "splits": 1, "shared": True, "cluster": 1},
         "us": 50.0,
         "default_us": 60.0,
     }

@@ -20,7 +20,7 @@ Ask = Callable[..., list[str]]
 FEW = (4, 8, 28672, 4096, 128)  # bits, M, N, K, group size
 MANY = (4, 256, 28672, 4096, 128)
 FEW_CONFIG, OTHER_FEW_CONFIG = (0, 4, 16, 2, 0), (0, 8, 8, 1, 0)
-MANY_CONFIG = (1, 64, 4, 0, 2)
+MANY_CONFIG = (1, 64, 2, 0, 2)
 
 
 @pytest.fixture(scope="module")

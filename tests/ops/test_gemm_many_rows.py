@@ -191,7 +191,9 @@ def test_what_follows_the_product(backend: Backend, op: str, n: int) -> None:
 @pytest.mark.parametrize("op", ["int4_gemm", "fp8_scaled_mm", "int8_scaled_mm"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=dtype_name)
 def test_codes_that_follow_the_product(backend: Backend, op: str, stored: torch.dtype) -> None:
-    """Within the step of a code of what the float result would give."""
+    """Within a step of a code of what the float result would give: sums on a GPU differ a little
+    from exact ones, and may be rounded to the next code.
+    """
     scale = torch.full((1, 1), 0.03, device=backend.device)
     for m in (9, 64, 300) if backend.device != "cpu" else (9,):
         for gated in (False, True):
@@ -201,8 +203,9 @@ def test_codes_that_follow_the_product(backend: Backend, op: str, stored: torch.
             codes = product(backend, **options, out_dtype=stored, out_scale=scale).float()
             exact = product.reference(**options) / scale
             limit = 127.0 if stored == torch.int8 else 448.0
-            step = 0.51 if stored == torch.int8 else exact.abs() * 0.0626 + 0.002
-            assert ((codes - exact.clamp(-limit, limit)).abs() <= step + exact.abs() * 1e-3).all()
+            step = 0.5 if stored == torch.int8 else exact.abs() / 16 + 2.0**-10
+            noise = 0.1 + exact.abs() * 2e-3
+            assert ((codes - exact.clamp(-limit, limit)).abs() <= step + noise).all()
 
 
 @pytest.mark.parametrize("m", [1, 5, 8, 9, 40])

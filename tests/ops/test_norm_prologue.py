@@ -96,7 +96,11 @@ def test_rows_of_any_stride_that_do_not_see_each_other(
     out.assert_untouched_around()
     assert_bit_equal(x.clone(), before)
     alone = backend.ops.int4_gemm(**arguments | {"x": arguments["x"][7:8]})
-    assert_bit_equal(alone, expected[7:8])
+    if backend.device == "cpu":
+        assert_bit_equal(alone, expected[7:8])
+    else:  # where few rows have a kernel of their own
+        exact = reference.low_bit_gemm(4, **arguments, dtype=torch.float64)
+        assert_accurate(alone, exact[7:8], expected[7:8])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../ptx/mbarrier.h"
+#include "../ring.cuh"
 #include "decode_unit.cuh"
-#include "ring.cuh"
 
 namespace fastinfer::cuda {
 

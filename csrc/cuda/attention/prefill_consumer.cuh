@@ -8,10 +8,10 @@
 #include "../ptx/async_proxy.h"
 #include "../ptx/named_barrier.h"
 #include "../ptx/wgmma.h"
+#include "../ring.cuh"
 #include "prefill_rows.cuh"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
-#include "ring.cuh"
 
 namespace fastinfer::cuda {
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "../ptx/tma.h"
+#include "../ring.cuh"
 #include "prefill_schedule.cuh"
 #include "prefill_traits.cuh"
-#include "ring.cuh"
 
 namespace fastinfer::cuda {
 

@@ -4,12 +4,12 @@
 #include <type_traits>
 #include <utility>
 
-#include "../attention/ring.cuh"
 #include "../ptx/cluster.h"
 #include "../ptx/cp_async.h"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
+#include "../ring.cuh"
 #include "low_bit_codes.cuh"
 #include "low_bit_gemm.h"
 #include "low_bit_scales.cuh"

@@ -9,11 +9,11 @@
 // formed apart, and are added in fp32, with their scales where these vary along K.
 #pragma once
 
-#include "../attention/ring.cuh"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
+#include "../ring.cuh"
 #include "cluster_result.cuh"
 #include "result.cuh"
 #include "scaled_mm.h"

@@ -10,7 +10,6 @@
 // along K.
 #pragma once
 
-#include "../attention/ring.cuh"
 #include "../ptx/cluster.h"
 #include "../ptx/convert.h"
 #include "../ptx/grid_dependency.h"
@@ -19,6 +18,7 @@
 #include "../ptx/stmatrix.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
+#include "../ring.cuh"
 #include "result.cuh"
 #include "scaled_mm.h"
 

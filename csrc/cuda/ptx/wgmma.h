@@ -145,7 +145,6 @@ struct Wgmma;
   FI_WGMMA(__nv_bfloat16, "bf16", N, I0, I1, I2, I3, I4, I5) \
   FI_WGMMA(__half, "f16", N, I0, I1, I2, I3, I4, I5)
 
-FI_WGMMA_16BIT(16, 8, 9, 10, 11, 12, 13)
 FI_WGMMA_16BIT(32, 16, 17, 18, 19, 20, 21)
 FI_WGMMA_16BIT(64, 32, 33, 34, 35, 36, 37)
 FI_WGMMA_16BIT(80, 40, 41, 42, 43, 44, 45)
