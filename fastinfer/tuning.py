@@ -191,6 +191,8 @@ def read(path: Path) -> Table:
     device, version, torch_version = (
         _field(fields, name, str, "the file") for name in ("device", "version", "torch")
     )
+    if not device.isprintable():
+        raise ValueError(f"device: expected a printable name, got {device!r}")
     if version != fastinfer.__version__:
         raise ValueError(
             f"version: expected that of this fastinfer, {fastinfer.__version__}, got {version}"
@@ -295,7 +297,8 @@ def _choice(fields: Any, name: str, choices: Iterable[str], where: str) -> str:
 
 def _files(where: Path) -> list[Path]:
     try:
-        return sorted(where / name for name in os.listdir(where) if name.endswith(".json"))
+        names = [name for name in os.listdir(where) if name.endswith(".json")]
+        return sorted(where / name for name in names if (where / name).is_file())
     except FileNotFoundError:  # nothing was measured yet
         return []
     except OSError as error:

@@ -151,6 +151,7 @@ ENTRY = json.loads(json.dumps(tuning._json(ENTRIES[1])))
         ({"version": "0.0.1"}, "expected that of this fastinfer, 0.1.0, got 0.0.1"),
         ({"version": None}, "'version' is missing"),
         ({"device": 7}, "device: expected str, got 7"),
+        ({"device": "A\ud800"}, "device: expected a printable name"),
         ({"device": "NVIDIA H100"}, "expected the name nvidia-h100.json"),
         ({"entries": {}}, "entries: expected list"),
         ({"entries": [3]}, "entry 0: expected a JSON object, got int"),

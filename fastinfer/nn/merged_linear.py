@@ -61,7 +61,11 @@ def _merge(parts: list[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLin
     if all(is_plain_linear(part) for part in parts):
         return _merge_plain([part for part in parts if isinstance(part, nn.Linear)])
     for kind, merge in _MERGES.items():
-        if all(isinstance(part, kind) for part in parts):
+        # A subclass with a forward of its own computes something else, which would be lost.
+        if all(
+            isinstance(part, kind) and type(part).forward is QuantizedLinear.forward
+            for part in parts
+        ):
             return merge(parts)
     expected = ", ".join(f"all {kind.__name__}" for kind in _MERGES)
     kinds = ", ".join(type(part).__name__ for part in parts)

@@ -197,6 +197,8 @@ class W8A8Linear(QuantizedLinear):
         self.granularity, self.activations = granularity, activations
         if input_scale is not None:
             input_scale = _as_grid(op, "input_scale", input_scale)
+            if input_scale.numel() == 1:
+                input_scale = input_scale.reshape(1, 1)
         buffers = {
             "weight": _dense_rows(weight.detach()),
             "weight_scale": _as_grid(op, "weight_scale", weight_scale),

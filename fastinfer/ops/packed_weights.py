@@ -341,7 +341,7 @@ def _quantize(
     scales = weight.new_empty(groups, n, dtype=scale_dtype)
     zeros = None if symmetric else torch.empty_like(scales)
     largest = 2**bits - 1
-    count = math.ceil(fraction * k)  # of outliers in a row
+    count = math.ceil(fraction * k - 1e-9)  # of outliers in a row; 0.07 of 100 are 7
     value_dtype = weight.dtype if weight.dtype in SCALE_DTYPES else torch.float32
     columns = torch.empty(n, count, dtype=torch.int32, device=weight.device)
     values = torch.empty(n, count, dtype=value_dtype, device=weight.device)

@@ -17,6 +17,13 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 BLOCKS = KINDS["fp8-block-dynamic"]
 
 
+class Doubled(FP8Linear):
+    """Computes something else, which merging would lose."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 def sizes_of(kind: Any) -> tuple[int, ...]:
     """Parts with blocks begin at whole ones; the last may be partial."""
     return (256, 128, 30) if kind[1] == "block" else (100, 7, 64, 1)
@@ -117,6 +124,7 @@ def static(scale: float) -> FP8Linear:
         ([FP8Linear(64, 8), Int8W8A8Linear(64, 8)], TypeError, "got FP8Linear, Int8W8A8Linear"),
         ([Int8Linear(64, 8), Int8W8A8Linear(64, 8)], TypeError, "got Int8Linear, Int8W8A8Linear"),
         ([nn.Linear(64, 8), FP8Linear(64, 8)], TypeError, "got Linear, FP8Linear"),
+        ([FP8Linear(64, 8), Doubled(64, 8)], TypeError, "got FP8Linear, Doubled"),
     ],
 )
 def test_refused(parts: list[Any], error: type[Exception], message: str) -> None:

@@ -510,3 +510,11 @@ def test_the_ops_are_those_that_anyone_can_call() -> None:
         codes, module.weight, scale, module.weight_scale, module.bias, out_dtype=x.dtype
     )
     assert_bit_equal(module(x), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_one_input_scale_of_any_shape(shape: tuple[int, ...]) -> None:
+    layer = FP8Linear.from_linear(nn.Linear(64, 8), input_scale=torch.full(shape, 0.1))
+    with torch.no_grad():
+        assert layer.input_scale is not None and layer.input_scale.shape == (1, 1)
+        assert layer(torch.randn(2, 64)).isfinite().all()

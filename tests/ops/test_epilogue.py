@@ -282,6 +282,17 @@ def test_out_may_be_the_residual(backend: Backend, op: str, dtype: torch.dtype) 
 
 
 @by_op
+def test_out_over_its_scale_or_itself(backend: Backend, op: str) -> None:
+    product = make(op, 5, 64, device=backend.device)
+    raw = torch.ones(5, 64, device=backend.device)
+    codes = raw.view(INT8)[:, :64]
+    with pytest.raises(ValueError, match=f"{op}: out: expected no memory shared with out_scale"):
+        product(backend, out_scale=raw[2:3, 5:6], out=codes)
+    with pytest.raises(ValueError, match=f"{op}: out: expected rows at least 64 elements apart"):
+        product(backend, out=torch.as_strided(raw, (5, 64), (1, 1)))
+
+
+@by_op
 def test_out_over_a_part_of_the_residual(backend: Backend, op: str) -> None:
     product = make(op, 5, 70, dtype=torch.bfloat16, device=backend.device)
     buffer = torch.zeros(8, 160, dtype=torch.bfloat16, device=backend.device)
@@ -292,6 +303,8 @@ def test_out_over_a_part_of_the_residual(backend: Backend, op: str) -> None:
         "columns before": (buffer[:5, 69:139], buffer[:5, :70]),
         "columns of other rows": (buffer[2:7, 69:139], buffer[:5, :70]),
         "dense": (flat[:350].view(5, 70), flat[200:550].view(5, 70)),
+        "a row for all": (buffer[:5, :70], buffer[3:4, :70].expand(5, 70)),
+        "every other row": (buffer[:5, :70], torch.as_strided(buffer, (5, 70), (80, 1), 80)),
     }
     for out, residual in pairs.values():
         with pytest.raises(ValueError, match=rf"{op}: out: .*overlapping"):

@@ -142,6 +142,16 @@ def test_scaled_rows(backend: Backend, op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op", ["fp8_scaled_mm", "int8_scaled_mm"])
+@pytest.mark.parametrize("k", [128, 400])
+def test_every_pair_of_scales(backend: Backend, op: str, k: int) -> None:
+    """Blocks beside scales of rows and features, and blocks as long as K."""
+    for a_kind, b_kind in kinds_of(op):
+        for m in (9, 40, 300) if backend.device != "cpu" else (9,):
+            call = make_call(op, m, 200, k, a_kind=a_kind, b_kind=b_kind, device=backend.device)
+            call.check(call(backend, torch.bfloat16), f"{a_kind}, {b_kind}, {m} rows")
+
+
+@pytest.mark.parametrize("op", ["fp8_scaled_mm", "int8_scaled_mm"])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (40, 128), (193, 144), (385, 2880), (77, 1168)])
 def test_scaled_edges(backend: Backend, op: str, n: int, k: int) -> None:
     for a_kind, b_kind in (kinds_of(op)[1], kinds_of(op)[-1]):

@@ -403,3 +403,12 @@ def test_linear_layer_compiles_as_one_graph() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 64)
     assert_bit_equal(compiled(x), module(x))
+
+
+@pytest.mark.parametrize(
+    ("k", "fraction", "count"), [(100, 0.07, 7), (3200, 0.07, 224), (10, 0.01, 1)]
+)
+def test_as_many_as_the_fraction_says(k: int, fraction: float, count: int) -> None:
+    """Although 0.07 * 100 is a little more than 7 in floating point."""
+    packed = ops.quantize_weight_with_outliers(torch.randn(2, k), 4, -1, fraction=fraction)
+    assert packed.outliers is not None and len(packed.outliers.values) == 2 * count

@@ -13,7 +13,7 @@ namespace fastinfer::cuda {
 
 // x sigmoid(s), right in both tails.
 __device__ inline float times_sigmoid(float x, float s) {
-  const float e = __expf(-fabsf(s));
+  const float e = expf(-fabsf(s));
   return x * (s < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 

@@ -16,9 +16,13 @@ namespace {
 // 32 bits hold the sum of so many products of -128 and -128.
 constexpr int64_t kMostInt8Columns = (1 << 17) - 1;
 
-// Both come by TMA. Blocks of scales and gates do not go together.
+// Both come by TMA. Where scales vary along K, those of b have one value for a tile of 64 features;
+// elsewhere each feature has its own, or all have one. Blocks of scales and gates do not go
+// together.
 bool supports(const ScaledMmProblem& p, int32_t device_index) {
   if (capability(p.op, device_index) != 90 || p.a_zero != nullptr) return false;
+  const bool b_in_blocks = p.b_scale.block_rows != 1, b_of_features = p.b_scale.row_stride != 0;
+  if (p.block_scales ? b_of_features && !b_in_blocks : b_in_blocks) return false;
   if (p.epilogue.gated && p.block_scales) return false;
   const bool counted =
       p.m <= kMostIndices / 2 && p.n <= kMostIndices / 2 && p.k <= kMostIndices / 2;

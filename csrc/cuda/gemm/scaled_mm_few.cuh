@@ -76,14 +76,29 @@ struct MmPart {
   }
 };
 
+// The first stages of b. They may still be written: L2 has what is written later as well.
+template <class Traits>
+__device__ void prefetch_b(const ScaledMmParams& p, const ScaledMmMaps& maps, const MmPart& part) {
+  for (int split = 0; split < Traits::kSplits; ++split) {
+    const int32_t first = part.first_of<Traits::kSplits>(split);
+    const int32_t end = part.first_of<Traits::kSplits>(split + 1);
+    for (int32_t k = first; k < end && k < first + Traits::kStages; ++k) {
+      for (int i = 0; i < Traits::kFeatureTiles; ++i) {
+        ptx::tma_prefetch_l2(&maps.b, k * kMmColumns,
+                             part.first_feature<Traits::kFeatureTiles>(p.result, i), 0, 0);
+      }
+    }
+  }
+}
+
 // By one thread of a warp: b by the first warp, a by the second.
 template <class Traits>
 __device__ void copy_few_tokens(const ScaledMmParams& p, const ScaledMmMaps& maps,
                                 const MmPart& part, typename Traits::Smem& smem) {
   const int warp = threadIdx.x / 32 % 4;
   if (warp > 1 || threadIdx.x % 32 != 0) return;
-  // b is a weight, which no kernel before writes.
-  if (warp == 1) ptx::grid_dependency_wait();
+  if (warp == 0) prefetch_b<Traits>(p, maps, part);
+  ptx::grid_dependency_wait();  // a, and b too, may be what the kernel before writes
   ptx::grid_dependency_launch();
   constexpr uint32_t kBytesB = Traits::kTile * kMmColumns;
   constexpr uint32_t kBytesA = Traits::kTokens * kMmColumns;

@@ -25,8 +25,17 @@ __device__ inline void tma_load(void* target, const CUtensorMap* map, Mbarrier* 
       : "memory");
 }
 
-// The same to two blocks of a cluster, 0 and 1: to the same place in the memory of each, counted by
-// the barrier there.
+// Brings the box into L2.
+__device__ inline void tma_prefetch_l2(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2,
+                                       int32_t c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+// As tma_load, to two blocks of a cluster, 0 and 1: to the same place in the memory of each,
+// counted by the barrier there.
 __device__ inline void tma_load_to_both(void* target, const CUtensorMap* map, Mbarrier* barrier,
                                         int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   asm volatile(
