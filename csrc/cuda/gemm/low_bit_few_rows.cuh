@@ -27,6 +27,7 @@
 #include "cluster_result.cuh"
 #include "low_bit_codes.cuh"
 #include "low_bit_gemm.h"
+#include "low_bit_scales.cuh"
 #include "result.cuh"
 
 namespace fastinfer::cuda {
@@ -92,8 +93,8 @@ __device__ inline uint16_t element_of_x(const LowBitParams& p, int32_t token, in
 
 template <class T, int kBits>
 __device__ float term_by_term(const LowBitParams& p, int32_t token, int32_t n) {
-  constexpr ScaleFormat kFormat =
-      LowBitCodes<T, kBits>::kBf16 ? ScaleFormat::kBf16 : ScaleFormat::kFp16;
+  constexpr FloatFormat kFormat =
+      LowBitCodes<T, kBits>::kBf16 ? FloatFormat::kBf16 : FloatFormat::kFp16;
   float sum = 0.0f;
   for (int32_t k = 0; k < p.k; ++k) {
     const int64_t i = int64_t{p.group_size.quotient(k)} * p.n + n;

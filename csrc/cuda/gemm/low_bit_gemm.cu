@@ -50,9 +50,9 @@ bool supports(const LowBitGemmProblem& p, int32_t device_index) {
 }
 
 LowBitParams params_of(const LowBitGemmProblem& p) {
-  const int64_t four = 4 * element_size(p.scale_dtype);
-  const bool aligned = p.n % 4 == 0 && aligned_to(four, p.scales, 1, {}) &&
-                       (p.zeros == nullptr || aligned_to(four, p.zeros, 1, {}));
+  const int64_t bytes_of_four = 4 * element_size(p.scale_dtype);
+  const bool aligned = p.n % 4 == 0 && aligned_to(bytes_of_four, p.scales, 1, {}) &&
+                       (p.zeros == nullptr || aligned_to(bytes_of_four, p.zeros, 1, {}));
   const auto in_rows_of_16_bytes = [&](const void* scales) {
     const int64_t size = element_size(p.scale_dtype);
     return scales == nullptr || (p.n * size % 16 == 0 && aligned_to(16, scales, 1, {}));
@@ -72,7 +72,7 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
       static_cast<int32_t>((p.k + 63) / 64),
       Divider(static_cast<int32_t>(p.group_size)),
       x_in_vectors(p),
-      scale_format_of(p.scale_dtype),
+      float_format_of(p.scale_dtype),
       aligned,
       in_rows_of_16_bytes(p.scales) && in_rows_of_16_bytes(p.zeros),
       norm_is_fused(p) ? p.norm_weight : nullptr,

@@ -22,7 +22,7 @@ struct LowBitParams {
   int32_t n_tiles, k_tiles;  // of 64
   Divider group_size;        // a multiple of 16
   bool x_in_vectors;         // no perm, K a multiple of 8 and rows aligned to 16 bytes
-  ScaleFormat scale_format;  // of scales and zeros
+  FloatFormat scale_format;  // of scales and zeros
   bool scales_aligned;       // rows of both to four of their elements
   bool scales_by_bulk;       // rows of both to 16 bytes, in length as well
   const void* norm_weight;   // [K] in x's type, or null: rows of x are normalised first (few rows)

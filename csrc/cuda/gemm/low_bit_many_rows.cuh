@@ -78,12 +78,12 @@ struct ManyRowsWarpgroup {
   __device__ void load_two(const uint32_t (&from)[Traits::kTile], float (&two)[2]) const {
     const int feature = 16 * warp + lane / 4;
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-    if (p.scale_format == ScaleFormat::kBf16) {
+    if (p.scale_format == FloatFormat::kBf16) {
       two[0] = __uint_as_float(uint32_t{halves[feature]} << 16);
       two[1] = __uint_as_float(uint32_t{halves[feature + 8]} << 16);
-    } else if (p.scale_format == ScaleFormat::kFp16) {
-      two[0] = half_to_float(halves[feature], ScaleFormat::kFp16);
-      two[1] = half_to_float(halves[feature + 8], ScaleFormat::kFp16);
+    } else if (p.scale_format == FloatFormat::kFp16) {
+      two[0] = half_to_float(halves[feature], FloatFormat::kFp16);
+      two[1] = half_to_float(halves[feature + 8], FloatFormat::kFp16);
     } else {
       two[0] = __uint_as_float(from[feature]), two[1] = __uint_as_float(from[feature + 8]);
     }
@@ -183,12 +183,11 @@ struct ManyRowsWarpgroup {
     }
   }
 
-  // Of a stage's first tile. A reduction's result is where the descriptors' arithmetic is free.
+  // Of a stage's first tile.
   __device__ uint64_t x_descriptor(int stage_index) const {
     const int split = Traits::kSplits == 1 ? 0 : warpgroup / Traits::kFeatureTiles;
-    const uint64_t first =
-        ptx::k_major_descriptor(ptx::shared_address(smem.stages[stage_index].x[split][0]));
-    return ptx::k_major_descriptor(0) | __reduce_or_sync(~0u, static_cast<uint32_t>(first));
+    return ptx::uniform_k_major_descriptor(
+        ptx::shared_address(smem.stages[stage_index].x[split][0]));
   }
 
   // `x`: of the stage. Each step's 16 columns are 32 bytes of the swizzled rows.
@@ -433,8 +432,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // Neighbouring blocks share the weights.
   const int32_t index = blockIdx.x / blocks;
   const int tiles = p.result.gated ? Traits::kFeatureTiles / 2 : Traits::kFeatureTiles;
-  const ManyRowsTile tile{index / token_tiles * tiles, index % token_tiles * Traits::kTokens,
-                          first_of(rank), first_of(rank + 1)};
+  const ManyRowsTile tile{{first_of(rank), first_of(rank + 1)},
+                          index / token_tiles * tiles,
+                          index % token_tiles * Traits::kTokens};
   if (threadIdx.x == 0) init_barriers<Traits>(smem);
   __syncthreads();
 
@@ -487,8 +487,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int32_t rank = ptx::cluster_rank();
   const int32_t k_stages = (p.k_tiles + Traits::kStageTiles - 1) / Traits::kStageTiles;
   const auto tile_at = [&](int32_t index) {
-    return ManyRowsTile{(index / token_tiles * 2 + rank) * Traits::kFeatureTiles,
-                        index % token_tiles * Traits::kTokens, 0, k_stages};
+    return ManyRowsTile{{0, k_stages},
+                        (index / token_tiles * 2 + rank) * Traits::kFeatureTiles,
+                        index % token_tiles * Traits::kTokens};
   };
   const int32_t clusters = gridDim.x / 2, first = blockIdx.x / 2;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

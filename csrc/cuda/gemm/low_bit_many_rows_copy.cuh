@@ -13,6 +13,7 @@
 #include "low_bit_codes.cuh"
 #include "low_bit_gemm.h"
 #include "low_bit_scales.cuh"
+#include "range_of_k.cuh"
 
 namespace fastinfer::cuda {
 
@@ -75,21 +76,9 @@ struct ManyRowsTraits {
   using Smem = std::conditional_t<kShared, SharedSmem, OwnSmem>;
 };
 
-// What a block works on.
-struct ManyRowsTile {
-  int32_t first_tile;   // of N
-  int32_t first_token;  // of x
-  int32_t begin, end;   // stages of K
-
-  // Where a part of K begins.
-  template <int kSplits>
-  __device__ int32_t first_of(int split) const {
-    return begin + (end - begin) * split / kSplits;
-  }
-  template <int kSplits>
-  __device__ int32_t stages() const {
-    return (end - begin + kSplits - 1) / kSplits;
-  }
+// What a block works on: stages of K, tiles of N and rows of x.
+struct ManyRowsTile : RangeOfK {
+  int32_t first_tile, first_token;
 };
 
 // A tile of N of a block: features in a row, or gates and then what they multiply.
@@ -222,7 +211,7 @@ __device__ void copy_scales(const LowBitParams& p, const ManyRowsTile& tile,
   const int lane = threadIdx.x % 32;
   const int of = lane % kItems / 2 / Traits::kGroups, i = lane / 2 % Traits::kGroups;
   const int split = of / Traits::kFeatureTiles;
-  const int size = p.scale_format == ScaleFormat::kFloat ? 4 : 2;
+  const int size = p.scale_format == FloatFormat::kFloat ? 4 : 2;
   const int32_t first = tile.first_of<Traits::kSplits>(split);
   const int32_t left = tile.first_of<Traits::kSplits>(split + 1) - first;
   const int32_t n_tile = n_tile_of<Traits>(p, tile, of % Traits::kFeatureTiles);

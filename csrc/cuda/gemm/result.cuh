@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "low_bit_scales.cuh"
+#include "floats.cuh"
 #include "result.h"
 
 namespace fastinfer::cuda {

@@ -7,16 +7,16 @@
 
 namespace fastinfer::cuda {
 
-enum class ScaleFormat : int { kFloat, kBf16, kFp16 };
+enum class FloatFormat : int { kFloat, kBf16, kFp16 };
 enum class OutFormat : int { kFloat, kBf16, kFp16, kFp8, kInt8 };
 
 struct ResultParams {
   const void* bias;  // [N] or null
-  ScaleFormat bias_format;
+  FloatFormat bias_format;
   Activation activation;
   bool gated;            // out = act(y[:, :columns]) * y[:, columns:]
   const void* residual;  // [M, columns] or null; may be out
-  ScaleFormat residual_format;
+  FloatFormat residual_format;
   int64_t residual_row_stride;
   const float* out_scale;  // of results in 8 bits
   void* out;               // [M, columns]

@@ -7,11 +7,11 @@
 
 namespace fastinfer::cuda {
 
-inline ScaleFormat scale_format_of(ScalarType dtype) {
+inline FloatFormat float_format_of(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float: return ScaleFormat::kFloat;
-    case ScalarType::BFloat16: return ScaleFormat::kBf16;
-    default: return ScaleFormat::kFp16;
+    case ScalarType::Float: return FloatFormat::kFloat;
+    case ScalarType::BFloat16: return FloatFormat::kBf16;
+    default: return FloatFormat::kFp16;
   }
 }
 
@@ -30,11 +30,11 @@ inline ResultParams result_params(const Epilogue& e, const void* bias, ScalarTyp
                                   int64_t rows) {
   const int64_t size = element_size(out_dtype);
   return {bias,
-          scale_format_of(bias_dtype),
+          float_format_of(bias_dtype),
           e.activation,
           e.gated,
           e.residual,
-          scale_format_of(e.residual_dtype),
+          float_format_of(e.residual_dtype),
           e.residual_row_stride,
           e.out_scale,
           out,

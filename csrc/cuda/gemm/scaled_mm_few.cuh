@@ -15,6 +15,7 @@
 #include "../ptx/wgmma.h"
 #include "../ring.cuh"
 #include "cluster_result.cuh"
+#include "range_of_k.cuh"
 #include "result.cuh"
 #include "scaled_mm.h"
 
@@ -54,25 +55,15 @@ struct FewTokensTraits {
   };
 };
 
-// What a block works on: stages [begin, end) of K, and columns of the result.
-struct MmPart {
+// What a block works on: stages of K, columns of the result and rows of a.
+struct MmPart : RangeOfK {
   int32_t first_column, first_token;
-  int32_t begin, end;
 
   // Of a tile of 64: features in a row, or gates and then what they multiply.
   template <int kTiles>
   __device__ int32_t first_feature(const ResultParams& r, int i) const {
     const bool up = r.gated && i >= kTiles / 2;
     return first_column + 64 * i + (up ? r.columns - 64 * (kTiles / 2) : 0);
-  }
-
-  template <int kSplits>
-  __device__ int32_t first_of(int split) const {
-    return begin + (end - begin) * split / kSplits;
-  }
-  template <int kSplits>
-  __device__ int32_t stages() const {
-    return (end - begin + kSplits - 1) / kSplits;
   }
 };
 
@@ -150,8 +141,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // Neighbouring blocks share features.
   const int32_t index = blockIdx.x / blocks;
   const int columns = p.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
-  const MmPart part{index / token_tiles * columns, index % token_tiles * Traits::kTokens,
-                    first_of(rank), first_of(rank + 1)};
+  const MmPart part{{first_of(rank), first_of(rank + 1)},
+                    index / token_tiles * columns,
+                    index % token_tiles * Traits::kTokens};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
       smem.full[i].init(2);
@@ -195,12 +187,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll 1
     for (int32_t k = first; k < first + stages; ++k, stage.next()) {
       const auto& from = smem.stages[stage.index];
-      // A reduction's result is where the descriptors' arithmetic is free.
-      const auto descriptor = [&](const void* data) {
-        const uint64_t own = ptx::k_major_descriptor(ptx::shared_address(data));
-        return ptx::k_major_descriptor(0) | __reduce_or_sync(~0u, static_cast<uint32_t>(own));
-      };
-      const uint64_t b = descriptor(from.b[warpgroup]), a = descriptor(from.a[split]);
+      const uint64_t b = ptx::uniform_k_major_descriptor(ptx::shared_address(from.b[warpgroup]));
+      const uint64_t a = ptx::uniform_k_major_descriptor(ptx::shared_address(from.a[split]));
       smem.full[stage.index].wait(stage.phase);
       if (k < end) {  // a part of K may be a stage shorter than the others
         ptx::wgmma_pin(part_sums);

@@ -143,12 +143,8 @@ struct ManyTokensWarpgroup {
 
   __device__ void multiply_stage(bool add) {
     const auto& from = smem.stages[stage.index];
-    // A reduction's result is where the descriptors' arithmetic is free.
-    const auto descriptor = [&](const void* data) {
-      const uint64_t own = ptx::k_major_descriptor(ptx::shared_address(data));
-      return ptx::k_major_descriptor(0) | __reduce_or_sync(~0u, static_cast<uint32_t>(own));
-    };
-    const uint64_t a = descriptor(from.a[warpgroup]), b = descriptor(from.b);
+    const uint64_t a = ptx::uniform_k_major_descriptor(ptx::shared_address(from.a[warpgroup]));
+    const uint64_t b = ptx::uniform_k_major_descriptor(ptx::shared_address(from.b));
     smem.full[stage.index].wait(stage.phase);
     ptx::wgmma_pin(part);
     ptx::wgmma_fence();

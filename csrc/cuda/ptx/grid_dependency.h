@@ -3,7 +3,8 @@
 
 namespace fastinfer::cuda::ptx {
 
-// Nothing that an earlier kernel writes may be read, and nothing it reads written, before this.
+// Nothing that an earlier kernel writes may be read, and nothing it reads written, before this; to
+// bring it into L2, which sees later writes, is fine.
 __device__ inline void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }

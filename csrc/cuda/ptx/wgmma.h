@@ -48,6 +48,12 @@ __device__ constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
   return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
          descriptor_start(shared_address);
 }
+// The same for what all lanes of a warp name. A reduction's result is known to be uniform, which
+// makes what is added to it free.
+__device__ inline uint64_t uniform_k_major_descriptor(uint32_t shared_address) {
+  const uint32_t low = static_cast<uint32_t>(k_major_descriptor(shared_address));
+  return k_major_descriptor(0) | __reduce_or_sync(~0u, low);
+}
 // The contraction runs across the rows (V): `next_columns` bytes on are the next 64 columns.
 __device__ inline uint64_t mn_major_descriptor(uint32_t shared_address, uint32_t next_columns) {
   return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (uint64_t{next_columns >> 4} << 16) |
