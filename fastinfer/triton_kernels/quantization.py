@@ -103,7 +103,23 @@ def _encode(value, FORMAT: tl.constexpr):
     if FORMAT == INT8:
         code = _round(value).to(tl.int8)
     elif not INTERPRETED and cuda_capability_geq(8, 9):
-        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        # Four at a time: where code takes pairs of `value.to(tl.float8e4nv)` apart and joins them
+        # otherwise, ptxas 12.8, which Triton brings, reads some of them from the stack pointer.
+        code = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,r,r,r,r",
+            [value],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
     else:
         code = encode_e4m3(value).to(tl.uint8)
     return code

@@ -106,6 +106,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "227KB",
         mm(INT8, 4096, n=2 * 2883, k=2881, bias=True, activation=GELU_TANH, gated=True),
     ),
+    "int8, few rows to fp8": ("227KB", mm(INT8, 5, n=128, k=100, bias=True, dtype=FP8)),
     "int8, odd sizes": ("163KB", mm(INT8, 33, n=131, k=130, zero=True)),
 }
 
@@ -139,6 +140,15 @@ def test_tensor_cores_take_the_codes(case: str, instruction: str) -> None:
     name, arguments = CASES[case]
     ptx = launch_of(arguments, DEVICES[name]).compile(CAPABILITY[name]).asm["ptx"]
     assert re.search(instruction, ptx)
+
+
+def test_pairs_of_codes_are_not_taken_apart() -> None:
+    """ptxas 12.8 takes wrong bits then (`_encode` in quantization.py)."""
+    name, arguments = CASES["int8, few rows to fp8"]
+    ptx = launch_of(arguments, DEVICES[name]).compile(CAPABILITY[name]).asm["ptx"]
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(\S+),", ptx)
+    shifted = re.findall(r"shr\.[su]16\s+\S+\s+(\S+), 8;", ptx)
+    assert pairs and not set(pairs) & set(shifted)
 
 
 def test_blocks_of_row_scaled_fp8_are_summed_in_fp32() -> None:
