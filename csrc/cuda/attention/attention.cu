@@ -25,8 +25,8 @@ void launch_prefill(const AttentionProblem& p, const Tensor& q, int32_t device,
   const Tensor values =
       torch::stable::new_empty(q, {prefill_value_elements(p)}, ScalarType::BFloat16);
   run_prefill(p,
-              {num_sms(p.op, device), static_cast<uint32_t*>(scratch.data_ptr()), values.data_ptr(),
-               current_stream(p.op, device), static_cast<int32_t>(narrow_rows)});
+              {device, num_sms(p.op, device), static_cast<uint32_t*>(scratch.data_ptr()),
+               values.data_ptr(), current_stream(p.op, device), static_cast<int32_t>(narrow_rows)});
 }
 
 void flash_attention_out(const Tensor& q, const Tensor& k, const Tensor& v,

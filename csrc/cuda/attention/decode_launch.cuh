@@ -1,6 +1,7 @@
 // Launches the decode or the extend kernel for one pair of element formats.
 #pragma once
 
+#include "../launch.h"
 #include "decode.cuh"
 #include "extend.cuh"
 
@@ -8,16 +9,10 @@ namespace fastinfer::cuda {
 
 template <class T, auto kKernel, int kThreads>
 cudaError_t launch_units(const DecodeParams& params, int blocks, int device, cudaStream_t stream) {
-  constexpr int kMaxDevices = 64;
   constexpr int kBytes = sizeof(typename T::Smem);
   static_assert(kBytes <= kMaxSharedBytes);
-  static bool allowed[kMaxDevices] = {};
-  if (device >= kMaxDevices || !allowed[device]) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    if (device < kMaxDevices) allowed[device] = true;
-  }
+  const cudaError_t error = allow_shared_memory<kKernel, kBytes>(device);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -28,6 +28,7 @@ int64_t prefill_scratch_words(const AttentionProblem& p);
 int64_t prefill_value_elements(const AttentionProblem& p);
 
 struct PrefillLaunch {
+  int32_t device;  // the current one
   int num_sms;
   uint32_t* scratch;  // of prefill_scratch_words
   void* values;       // of prefill_value_elements
@@ -35,7 +36,6 @@ struct PrefillLaunch {
   int32_t narrow_rows = 0;  // of a paged step: sequences of at most so many rows are left out
 };
 
-// Launches it on the current device.
 void run_prefill(const AttentionProblem& p, const PrefillLaunch& launch);
 
 }  // namespace fastinfer::cuda

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../../checks/attention.h"
+#include "../launch.h"
 #include "../tensor_map.h"
 #include "prefill.cuh"
 #include "prefill.h"
@@ -123,16 +124,13 @@ void launch_prefill(const AttentionProblem& a, const AttentionKv& values,
   const CUtensorMap k_map = key_map(a.k, a.head_dim, Traits::kKeySlab);
   const CUtensorMap v_map = key_map(values, a.value_dim, Traits::kValueSlab);
 
-  const auto kernel = prefill_kernel<Traits>;
   constexpr int kSharedBytes = sizeof(PrefillShared<Traits>) + 1024;  // to align it
   static_assert(kSharedBytes <= 227 * 1024);
-  // An attribute of the function on each device; setting it is cheap.
-  FI_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-      a.op);
+  constexpr auto kKernel = &prefill_kernel<Traits>;
+  FI_CUDA_CHECK((allow_shared_memory<kKernel, kSharedBytes>(launch.device)), a.op);
   FI_CUDA_CHECK(cudaMemsetAsync(launch.scratch, 0, sizeof(*launch.scratch), launch.stream), a.op);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(launch.num_sms, p.num_tiles));
-  kernel<<<grid, Traits::kThreads, kSharedBytes, launch.stream>>>(p, q_map, k_map, v_map);
+  kKernel<<<grid, Traits::kThreads, kSharedBytes, launch.stream>>>(p, q_map, k_map, v_map);
   FI_CUDA_CHECK(cudaGetLastError(), a.op);
 }
 

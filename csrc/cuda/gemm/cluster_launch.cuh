@@ -5,20 +5,16 @@
 
 #include <cstdint>
 
+#include "../launch.h"
+
 namespace fastinfer::cuda {
 
 // In clusters of neighbours in x, brought up while the kernel before ends.
 template <auto kKernel, int kBytes, class... Args>
 cudaError_t launch_clusters(int64_t blocks, int threads, int cluster, int device,
                             cudaStream_t stream, const Args&... args) {
-  constexpr int kMaxDevices = 64;
-  static bool allowed[kMaxDevices] = {};
-  if (device >= kMaxDevices || !allowed[device]) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    if (device < kMaxDevices) allowed[device] = true;
-  }
+  const cudaError_t error = allow_shared_memory<kKernel, kBytes>(device);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
