@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastinfer import ops
 from fastinfer.nn import Int4Linear, Int8Linear, LowBitLinear
-from tests.helpers import DTYPES, assert_accurate, assert_bit_equal, column_slice, dtype_name
+from tests.helpers import DTYPES, assert_bit_equal, column_slice, dtype_name
+from tests.nn.helpers import CASTS, assert_same, checked
 
 BITS = [2, 3, 4, 8]
 PARTS = ["zeros", "perm", "bias"]
@@ -55,27 +55,8 @@ def fresh(like: LowBitLinear) -> LowBitLinear:
 
 
 def check(module: LowBitLinear, x: Tensor) -> Tensor:
-    """The result, which is right: against float64, and F.linear in x's own dtype."""
-    y = module(x)
-    assert y.dtype == x.dtype and y.shape == (*x.shape[:-1], module.out_features)
-    weight = module.packed_weight().dequantize(torch.float64)
-    bias = module.bias
-
-    def linear(dtype: torch.dtype) -> Tensor:
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    assert_accurate(y, linear(torch.float64), linear(x.dtype))
-    return y
-
-
-def assert_same(module: LowBitLinear, expected: LowBitLinear) -> None:
-    """The same buffers, bit for bit, and so the same results."""
-    state, wanted = module.state_dict(), expected.state_dict()
-    assert state.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_bit_equal(state[name], tensor, name)
-    x = torch.randn(3, expected.in_features)
-    assert_bit_equal(module(x), expected(x))
+    """The result, which is right."""
+    return checked(module, x, x, module.packed_weight().dequantize(torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -247,15 +228,7 @@ def test_within_a_model() -> None:
 def test_no_cast_changes_a_buffer(scale_dtype: torch.dtype) -> None:
     module = make(perm=True, scale_dtype=scale_dtype)
     expected = copy.deepcopy(module)
-    for cast in (
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.double(),
-        lambda m: m.float(),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to("cpu", torch.float16),
-        lambda m: m.type(torch.float16),
-    ):
+    for cast in CASTS:
         assert cast(module) is module
         assert_same(module, expected)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastinfer import ops
 from fastinfer.nn import FP8Linear, Int8W8A8Linear, QuantizedLinear, W8A8Linear
-from tests.helpers import DTYPES, assert_accurate, assert_bit_equal, column_slice, dtype_name
+from tests.helpers import DTYPES, assert_bit_equal, column_slice, dtype_name
+from tests.nn.helpers import CASTS, assert_same, checked
 from tests.reference import quantize as reference
 
 FP8, INT8 = FP8Linear, Int8W8A8Linear
@@ -84,26 +84,8 @@ def rounded(module: W8A8Linear, x: Tensor) -> Tensor:
 
 
 def check(module: W8A8Linear, x: Tensor) -> Tensor:
-    """The result, which is right: against float64, and F.linear in x's own dtype."""
-    y = module(x)
-    assert y.dtype == x.dtype and y.shape == (*x.shape[:-1], module.out_features)
-    weight, seen, bias = dequantized(module), rounded(module, x), module.bias
-
-    def linear(dtype: torch.dtype) -> Tensor:
-        return F.linear(seen.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    assert_accurate(y, linear(torch.float64), linear(x.dtype))
-    return y
-
-
-def assert_same(module: W8A8Linear, expected: W8A8Linear) -> None:
-    """The same buffers, bit for bit, and so the same results."""
-    state, wanted = module.state_dict(), expected.state_dict()
-    assert state.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_bit_equal(state[name], tensor, name)
-    x = torch.randn(3, expected.in_features)
-    assert_bit_equal(module(x), expected(x))
+    """The result, which is right."""
+    return checked(module, x, rounded(module, x), dequantized(module))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -346,15 +328,7 @@ def test_assigned_views(kind: Any) -> None:
 def test_no_cast_changes_a_buffer(kind: Any) -> None:
     module = make(kind)
     expected = copy.deepcopy(module)
-    for cast in (
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.double(),
-        lambda m: m.float(),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to("cpu", torch.float16),
-        lambda m: m.type(torch.float16),
-    ):
+    for cast in CASTS:
         assert cast(module) is module
         assert_same(module, expected)
 
