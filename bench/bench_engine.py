@@ -131,10 +131,9 @@ class Setting:
 
 def settings(device: torch.device) -> Setting:
     if device.type == "cpu":
-        sizes = (1000, 64, 128, 2, 4, 2, 16, 1024)
         return Setting(
             "tiny",
-            _qwen3(*sizes),
+            model_config("qwen3", *TINY),
             256,
             64,
             {"1x8/16": [(8, 16)], "8x32/16": [(32, 16)] * 8, "prefill4x64/1": [(64, 1)] * 4},
@@ -144,7 +143,7 @@ def settings(device: torch.device) -> Setting:
         )
     return Setting(
         "qwen3-8b",
-        _qwen3(151936, 4096, 12288, 36, 32, 8, 128, 40960),
+        model_config("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960),
         5120,
         8192,
         {
@@ -161,9 +160,19 @@ def settings(device: torch.device) -> Setting:
     )
 
 
-def _qwen3(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, context) -> ModelConfig:
+TINY = (1000, 64, 128, 2, 4, 2, 16, 1024)  # sizes, in the order of model_config
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True},
+    "llama": {"norm_eps": 1e-5, "rope_theta": 5e5},
+}
+
+
+def model_config(
+    family: str, vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, context
+) -> ModelConfig:
+    """A model in bf16 of these sizes."""
     return ModelConfig(
-        architecture="qwen3",
+        architecture=family,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -172,10 +181,8 @@ def _qwen3(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, conte
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=context,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        qk_norm=True,
         dtype=torch.bfloat16,
+        **FAMILIES[family],
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bench.bench_engine import record, run, started
+from bench.bench_engine import TINY, model_config, record, run, started
 from bench.harness import Suite
 from fastinfer import LLM
 from fastinfer.models import ModelConfig
@@ -34,26 +34,9 @@ class Setting:
 
 def setting_for(device: torch.device) -> Setting:
     if device.type == "cpu":
-        return Setting("tiny", _llama(1000, 64, 128, 2, 4, 2, 16, 1024), (1, 4), 8, 8, 1)
-    config = _llama(128256, 4096, 14336, 32, 32, 8, 128, 8192)
+        return Setting("tiny", model_config("llama", *TINY), (1, 4), 8, 8, 1)
+    config = model_config("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
     return Setting("llama3-8b", config, (1, 16, 128), 128, 128, 3)
-
-
-def _llama(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, context) -> ModelConfig:
-    return ModelConfig(
-        architecture="llama",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-        dtype=torch.bfloat16,
-    )
 
 
 @pytest.fixture(scope="module")
