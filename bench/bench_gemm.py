@@ -43,6 +43,16 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("bits", "n", "k", "m"), cases, ids=ids)
 
 
+def work(bits: int, n: int, k: int, m: int, columns: int, dtype: torch.dtype) -> dict[str, int]:
+    """What a product with `columns` results a row moves and computes, as a case has it."""
+    read = m * k * dtype.itemsize + n * k * bits // 8 + n * k // GROUP * dtype.itemsize
+    return {
+        "bytes_moved": read + m * columns * dtype.itemsize,
+        "flops": 2 * m * n * k,
+        "read_bytes": read,
+    }
+
+
 def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
     device, dtype = suite.device, DTYPE[suite.device.type]
     op = OPS[bits]
@@ -54,15 +64,12 @@ def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
         scales = (torch.rand(k // GROUP, n, device=device) + 0.5).to(dtype)
         return x, qweight, scales, torch.randn(n, k, device=device).to(dtype)
 
-    read = m * k * dtype.itemsize + n * k * bits // 8 + n * k // GROUP * dtype.itemsize
     return Case(
         name=f"int{bits}_gemm/g{GROUP}/{n}x{k}/m{m}",
         make=make,
         run=lambda x, qweight, scales, weight: op(x, qweight, scales, group_size=GROUP),
         peers={PEER[device.type]: lambda x, qweight, scales, weight: F.linear(x, weight)},
-        bytes_moved=read + m * n * dtype.itemsize,
-        flops=2 * m * n * k,
-        read_bytes=read,
+        **work(bits, n, k, m, n, dtype),
     )
 
 
@@ -82,8 +89,7 @@ def inputs_of(suite: Suite, n: int, k: int, m: int) -> tuple[torch.Tensor, ...]:
 
 def test_silu_gated(record, suite, fused_rows):
     n, k = FUSED[suite.device.type]
-    m, itemsize = fused_rows, DTYPE[suite.device.type].itemsize
-    read = m * k * itemsize + n * k // 2 + n * k // GROUP * itemsize
+    m, dtype = fused_rows, DTYPE[suite.device.type]
     record(
         Case(
             name=f"int4_gemm/silu_gated/{n}x{k}/m{m}",
@@ -96,17 +102,14 @@ def test_silu_gated(record, suite, fused_rows):
                     ops.int4_gemm(x, qweight, scales)
                 )
             },
-            bytes_moved=read + m * n // 2 * itemsize,
-            flops=2 * m * n * k,
-            read_bytes=read,
+            **work(4, n, k, m, n // 2, dtype),
         )
     )
 
 
 def test_norm(record, suite, fused_rows):
     n, k = NORM_SHAPE[suite.device.type]
-    m, itemsize = fused_rows, DTYPE[suite.device.type].itemsize
-    read = m * k * itemsize + n * k // 2 + n * k // GROUP * itemsize
+    m, dtype = fused_rows, DTYPE[suite.device.type]
     record(
         Case(
             name=f"int4_gemm/norm/{n}x{k}/m{m}",
@@ -119,8 +122,6 @@ def test_norm(record, suite, fused_rows):
                     ops.rms_norm(x, weight), qweight, scales
                 )
             },
-            bytes_moved=read + m * n * itemsize,
-            flops=2 * m * n * k,
-            read_bytes=read,
+            **work(4, n, k, m, n, dtype),
         )
     )
