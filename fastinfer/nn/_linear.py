@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ class QuantizedLinear(nn.Module):
     """y = x W^T + bias with a weight of codes and scales: what all such layers have in common.
 
     Codes, scales and `bias` [N] are buffers, all in the state_dict, None where there are none.
-    Results are NaN until they are loaded: no scale is 1 because it is missing.
+    Results are NaN until they are loaded: no scale is 1 because it is missing. They may come by
+    several calls of `load_state_dict(strict=False)`, as from the files of a checkpoint; until the
+    last one has come the layer would mix two weights, and refuses to compute. What is no part of
+    the weight, such as `bias`, may be replaced alone.
 
     The dtypes of buffers never change: `half()`, `bfloat16()`, `to(dtype)` and the like move the
     module at most, and a state_dict that would have to be rounded is refused. x may be of any
@@ -27,10 +30,15 @@ class QuantizedLinear(nn.Module):
     out_features: int
     bias: Tensor | None
 
+    _apart: ClassVar[tuple[str, ...]] = ("bias",)  # buffers that are no part of the weight
+    _arrived: frozenset[str]  # buffers that were loaded, while others of a new weight are not yet
+    _awaited: tuple[str, ...]  # the others, as the state_dict has them
+
     def _register(
         self, shape: tuple[int, int], buffers: Mapping[str, Tensor | None], bias: Tensor | None
     ) -> None:
         """Makes the buffers those of this module, in their order, for a weight [N, K]."""
+        self._arrived, self._awaited = frozenset(), ()
         self.out_features, self.in_features = shape
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
@@ -55,6 +63,14 @@ class QuantizedLinear(nn.Module):
         if self.bias is not None:
             self.bias = self.bias.float().contiguous()
 
+    def _check_whole(self) -> None:
+        """ValueError if only some buffers are those of the weight that was loaded last."""
+        if self._awaited:
+            raise ValueError(
+                f"{type(self).__name__}: expected all of its tensors to be loaded, got some; "
+                f"missing: {', '.join(self._awaited)}"
+            )
+
     def _check_buffers(self) -> None:
         """ValueError if buffers do not fit together, or hold what no weight has."""
         raise NotImplementedError
@@ -68,8 +84,10 @@ class QuantizedLinear(nn.Module):
 
         Raises:
             NotImplementedError: x requires grad, outside of `torch.no_grad()`.
-            ValueError: another width, dtype or device.
+            ValueError: another width, dtype or device; or only some of the layer's tensors were
+                loaded.
         """
+        self._check_whole()
         if not x.dim() or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"{type(self).__name__}: x: expected shape [..., {self.in_features}], "
@@ -121,11 +139,22 @@ class QuantizedLinear(nn.Module):
         )
         # With assign=True the buffers are the tensors given, whatever these are.
         self._adopt()
-        if len(given) == len(buffers) and not error_msgs:
+        fitting = {name for name, tensor in given.items() if tensor.shape == buffers[name].shape}
+        self._note(fitting, [*buffers], prefix)
+        if fitting and not self._arrived and not error_msgs:
             try:
                 self._check_buffers()
             except ValueError as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
+
+    def _note(self, loaded: set[str], names: list[str], prefix: str) -> None:
+        """Keeps account of the buffers, of all these names, that a load has brought."""
+        arrived = self._arrived | loaded
+        if arrived.issuperset(names):
+            arrived = frozenset()  # a whole weight: the next load begins another one
+        self._arrived, self._awaited = arrived, ()
+        if not arrived.issubset(self._apart):
+            self._awaited = tuple(prefix + name for name in names if name not in arrived)
 
 
 def is_plain_linear(module: object) -> bool:

@@ -194,8 +194,10 @@ class LowBitLinear(QuantizedLinear):
         """The weight, sharing this module's buffers; `.dequantize()` is the matrix it stands for.
 
         Raises:
-            ValueError: buffers do not fit together, which only assigning them can bring about.
+            ValueError: buffers do not fit together, which only assigning them can bring about; or
+                only some were loaded.
         """
+        self._check_whole()
         outliers = None
         if (
             self.outlier_offsets is not None

@@ -27,10 +27,11 @@ class MergedLinear(nn.Module):
 
     Raises:
         TypeError: another kind of module, or several kinds.
-        ValueError: parts differ in in_features, dtype or device; low-bit ones in bits, group_size
-            or perm; those with 8-bit activations in what they do to x, since x is quantized once
-            (`activations`, `input_scale`, whether there are blocks), or parts with blocks, but the
-            last one, have features that 128 does not divide.
+        ValueError: only some of a part's tensors were loaded; or parts differ in in_features, dtype
+            or device; low-bit ones in bits, group_size or perm; those with 8-bit activations in
+            what they do to x, since x is quantized once (`activations`, `input_scale`, whether
+            there are blocks), or parts with blocks, but the last one, have features that 128 does
+            not divide.
 
     Where parts have a scale for the whole weight, each feature of the merged one has its part's.
     `linear` is the merged layer, and `split_sizes` the output features of the parts.
@@ -82,6 +83,8 @@ def _merge_low_bit(parts: list[LowBitLinear]) -> LowBitLinear:
 
 def _merge_w8a8(parts: list[W8A8Linear]) -> W8A8Linear:
     first = parts[0]
+    for part in parts:
+        part._check_whole()
     _check_same("in_features", [part.in_features for part in parts])
     _check_same("device", [part.weight.device for part in parts])
     _check_same("activations", [part.activations for part in parts])

@@ -52,6 +52,7 @@ class W8A8Linear(QuantizedLinear):
     weight_scale: Tensor
     input_scale: Tensor | None
 
+    _apart = ("bias", "input_scale")
     _dtype: ClassVar[torch.dtype]
     _granularities: ClassVar[tuple[str, ...]]
     _activations: ClassVar[tuple[str, ...]]
