@@ -76,7 +76,6 @@ def _merge(parts: list[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLin
 
 
 def _merge_low_bit(parts: list[LowBitLinear]) -> LowBitLinear:
-    _check_same("device", [part.qweight.device for part in parts])
     weight = concatenate_packed([part.packed_weight() for part in parts])
     return LowBitLinear.from_packed(weight, _merge_biases(parts, torch.float32))
 

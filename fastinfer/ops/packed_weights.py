@@ -406,7 +406,7 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
     dtypes become the narrowest that holds all of them.
 
     Args:
-        weights: at least one, of equal bits, group_size, K and perm.
+        weights: at least one, of equal bits, group_size, K and perm, on one device.
 
     Raises:
         ValueError: they differ in one of these, or there are none.
@@ -417,6 +417,7 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
     (_, k), bits = first.shape, first.bits
     for i, weight in enumerate(weights):
         for name, expected, got in (
+            ("device", first.qweight.device, weight.qweight.device),
             ("columns", k, weight.shape[1]),
             ("bits", bits, weight.bits),
             ("group_size", first.group_size, weight.group_size),
@@ -451,7 +452,8 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
 def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:
     if perm is None or other is None:
         return perm is other
-    return torch.equal(perm, other)
+    # On the meta device they have no entries that could differ.
+    return perm.is_meta or torch.equal(perm, other)
 
 
 def _rows_of(weights: Sequence[PackedWeight], begin: int, end: int) -> Tensor:

@@ -82,6 +82,28 @@ def test_parts_with_one_order_of_columns(sizes: tuple[int, ...]) -> None:
         MergedLinear(parts)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", ["plain", "perm", "outliers"])
+def test_merged_on_the_meta_device(kind: str, sizes: tuple[int, ...]) -> None:
+    """A skeleton to load into: orders of columns have no entries yet that could differ."""
+    parts = [make(4, n, perm=kind == "perm") for n in sizes]
+    if kind == "outliers":
+        parts = [LowBitLinear.from_linear(nn.Linear(200, n), outliers=0.02) for n in sizes]
+    for part in parts:
+        part.perm = parts[0].perm
+    skeleton = MergedLinear([copy.deepcopy(part).to("meta") for part in parts])
+    assert {b.device.type for b in skeleton.buffers()} == {"meta"}
+    skeleton.load_state_dict(MergedLinear(parts).state_dict(), assign=True)
+    x = torch.randn(3, 200)
+    assert_bit_equal(skeleton(x), apart(parts, x))
+
+
+def test_an_order_of_columns_on_the_meta_device_is_not_none_of_it() -> None:
+    parts = [LowBitLinear(64, 8, 4, 64, device="meta", perm=perm) for perm in (True, False)]
+    with pytest.raises(ValueError, match=r"weights\[1\]: expected the perm of weights\[0\]"):
+        MergedLinear(parts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_parts(dtype: torch.dtype) -> None:
     parts = [nn.Linear(48, n, bias=n != 7, dtype=dtype) for n in (20, 7, 64)]
@@ -161,6 +183,14 @@ class Adapted(nn.Linear):
 def test_refused(parts: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         MergedLinear(parts)
+
+
+@pytest.mark.parametrize("perm", [False, True])
+def test_concatenating_weights_of_several_devices_is_refused(perm: bool) -> None:
+    layers = [LowBitLinear(64, 8, 4, 64, device=device, perm=perm) for device in ("cpu", "meta")]
+    for order in (layers, layers[::-1]):
+        with pytest.raises(ValueError, match=r"weights\[1\]: expected device .*, got"):
+            ops.concatenate_packed([layer.packed_weight() for layer in order])
 
 
 def test_concatenating_nothing_is_refused() -> None:
