@@ -88,6 +88,7 @@ CUDA_SOURCES = [
     "csrc/cuda/gemm/low_bit_gemm_3.cu",
     "csrc/cuda/gemm/low_bit_gemm_4.cu",
     "csrc/cuda/gemm/low_bit_gemm_8.cu",
+    "csrc/cuda/gemm/low_bit_parts.cu",
     "csrc/cuda/gemm/scaled_mm.cu",
     "csrc/cuda/gemm/scaled_mm_fp8.cu",
     "csrc/cuda/gemm/scaled_mm_int8.cu",

@@ -6,8 +6,9 @@ features:
 
     W[n, k] = scales[g, n] * (q[n, k] - zeros[g, n]),   g = k // group_size
 
-Codes are multiplied exactly and summed in fp32, a group's sum is scaled in fp32, what follows the
-product is in fp32, and the result is rounded once: weights are never rounded to 16 bits. Errors are
+Sums are formed in fp32, what follows the product is in fp32, and the result is rounded once. Codes
+are multiplied exactly, and a group's sum is scaled in fp32; on Hopper, with more than 16 rows of x
+in 16 bits, each weight is rounded to x's type instead, as dequantizing it would. Errors are
 ValueError and name the op, the argument, what was expected and what came.
 
 `qweight` holds the codes in the layout of fastinfer/ops/packed_weights.py, which also makes it.

@@ -15,7 +15,7 @@ SMS = 132  # of an H200
 
 SIZES = [1, 40, 64, 100, 576, 1000, 4096, 6144, 8192, 10944, 14336, 28672, 151936]
 FEW = list(itertools.product((2, 3, 4, 8), (0, 1), SIZES, SIZES, (78, 114, SMS)))
-MANY = list(itertools.product((17, 32, 64, 65, 300, 4096), SIZES, SIZES, (1, 2), (78, 114, SMS)))
+MANY = list(itertools.product((17, 32, 64, 65, 128, 256, 300, 512, 4096), SIZES, SIZES, (1, 2), (78, 114, SMS)))
 # Few rows, 4 bits, groups of 64 and more: what was fastest of all shapes and clusters on one H200.
 FASTEST = {
     (28672, 4096): (7, 8, 1),
@@ -23,6 +23,17 @@ FASTEST = {
     (4096, 14336): (4, 16, 2),
     (6144, 4096): (6, 16, 2),
     (4096, 4096): (4, 16, 2),
+}
+# Many rows, groups of 128: rows of a block, warpgroups that cut K, whether blocks share x, and the
+# blocks of a cluster or parts that cut K.
+FASTEST_OF_MANY = {
+    (128, 28672, 4096): (128, 1, True, 1),
+    (128, 8192, 28672): (128, 1, True, 4),
+    (256, 28672, 4096): (256, 1, True, 1),
+    (256, 8192, 28672): (256, 1, True, 2),
+    (256, 4096, 14336): (256, 1, True, 4),
+    (512, 4096, 14336): (256, 1, True, 2),
+    (512, 8192, 28672): (256, 1, True, 1),
 }
 
 Table = dict[tuple[int, ...], tuple[int, ...]]
@@ -60,10 +71,9 @@ def test_clusters_leave_work_to_every_block_and_fit_at_once(tables) -> None:
             assert -(-tiles(n) * 4 // rows) * cluster <= sms * (16 // warps)
             assert tiles(k) // cluster >= warps // 2
     for (m, n, k, _, sms), (tokens, warpgroups, splits, shared, cluster) in tables[1].items():
-        assert not (shared and cluster > 1)
         if splits * cluster > 1:
             assert -(-tiles(k) // 2) // (splits * cluster) >= 2
-        if cluster > 1:
+        if cluster > 1 and not shared:
             features = warpgroups // splits
             assert -(-m // tokens) * -(-tiles(n) // features) * cluster <= sms
 
@@ -73,6 +83,12 @@ def test_tiles_of_many_rows_are_as_large_as_covers_them(tables) -> None:
         if (n, k) == (28672, 4096) and (groups, sms) == (1, SMS):
             assert tokens == (32 if m <= 32 else 64 if m <= 64 else tokens)
             assert m <= 64 or tokens >= 128
+
+
+@pytest.mark.parametrize(("shape", "fastest"), FASTEST_OF_MANY.items())
+def test_the_fastest_of_many_rows_is_chosen(tables, shape, fastest) -> None:
+    tokens, _, splits, shared, cluster = tables[1][(*shape, 1, SMS)]
+    assert (tokens, splits, bool(shared), cluster) == fastest
 
 
 @pytest.mark.parametrize(("shape", "fastest"), FASTEST.items())

@@ -170,7 +170,7 @@ def test_a_table_replaces_the_one_before(ask) -> None:
         (MANY, FEW_CONFIG),
         (MANY, (1, 48, 1, 0, 1)),
         (MANY, (1, 64, 1, 2, 1)),
-        (MANY, (1, 128, 1, 1, 2)),  # blocks that share x do not cut K
+        (MANY, (1, 128, 1, 1, 3)),  # parts of K come in powers of two
         ((4, 256, 28672, 4096, 64), (1, 128, 2, 0, 1)),  # not for groups of 64
         ((4, 256, 28672, 512, 128), (1, 64, 4, 0, 1)),
         (FEW, (2, 4, 16, 2, 0)),

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../ptx/cluster.h"
+#include "result.cuh"
 
 namespace fastinfer::cuda {
 
@@ -36,6 +38,28 @@ __device__ inline Sum whole_sum(const Sum (&sums)[kSplits][kTokens][kPitch], int
   return sum;
 }
 
+// Eight neighbouring ones; kPitch is a multiple of 4.
+template <class Sum, int kSplits, int kTokens, int kPitch>
+__device__ inline void whole_sums(const Sum (&sums)[kSplits][kTokens][kPitch], int token,
+                                  int feature, Sum (&eight)[8]) {
+  static_assert(kPitch % 4 == 0);
+  const uint32_t blocks = ptx::cluster_size();
+#pragma unroll
+  for (Sum& sum : eight) sum = 0;
+#pragma unroll
+  for (int split = 0; split < kSplits; ++split) {
+    for (uint32_t block = 0; block < blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        Sum four[4];
+        ptx::cluster_load_four(&sums[split][token][feature + i], block, four);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) eight[i + j] += four[j];
+      }
+    }
+  }
+}
+
 // Before sums are read, and after the last: called by all threads of a cluster.
 __device__ inline void sums_are_written() {
   if (ptx::cluster_size() == 1) {
@@ -49,29 +73,56 @@ __device__ inline void sums_are_read() {
   if (ptx::cluster_size() > 1) ptx::cluster_sync_relaxed();
 }
 
-// Called by all threads of a cluster whose blocks, and within them parts, have cut K, when their
-// block's `sums` are written. `store(sum, token, feature)` gets each whole sum once.
+// The sums to a result (ResultParams), between the two above, by kThreads of each block:
+// `to_y(sum, row, feature)` is y without its bias. Where rows of the result allow it, eight columns
+// at a time. Gates are the first half of a block's features, and what they multiply is the second.
+template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class ToY>
+__device__ inline void finish_cluster(const ResultParams& r,
+                                      const Sum (&sums)[kSplits][kTokens][kPitch],
+                                      int32_t first_column, int32_t first_token, int tokens,
+                                      ToY to_y) {
+  constexpr int kHalf = kFeatures / 2;
+  const auto finish = [&]<int kColumns>(std::integral_constant<int, kColumns>) {
+    if (r.light && r.out_in_eights) {
+      each_of_cluster<kColumns / 8, kThreads>(
+          first_column / 8, r.columns / 8, tokens, [&](int token, int32_t eighth) {
+            const int64_t row = first_token + token;
+            const int32_t column = 8 * eighth;
+            finish_eight(r, row, column, [&](bool second, float (&values)[8]) {
+              Sum eight[8];
+              whole_sums(sums, token, column - first_column + (second ? kHalf : 0), eight);
+#pragma unroll
+              for (int i = 0; i < 8; ++i) {
+                values[i] = to_y(eight[i], row, column + i + (second ? r.columns : 0));
+              }
+            });
+          });
+    } else {
+      each_of_cluster<kColumns, kThreads>(
+          first_column, r.columns, tokens, [&](int token, int32_t column) {
+            const int64_t row = first_token + token;
+            finish_one(r, row, column, [&](bool second) {
+              const int at = column - first_column + (second ? kHalf : 0);
+              return to_y(whole_sum(sums, token, at), row, column + (second ? r.columns : 0));
+            });
+          });
+    }
+  };
+  if (r.gated) {
+    finish(std::integral_constant<int, kHalf>{});
+  } else {
+    finish(std::integral_constant<int, kFeatures>{});
+  }
+}
+
+// Called by all threads of a cluster when their block's `sums` are written. `store(sum, token,
+// feature)` gets each whole sum once.
 template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class Store>
 __device__ inline void add_up_cluster(const Sum (&sums)[kSplits][kTokens][kPitch],
                                       int32_t first_feature, int32_t n, int tokens, Store store) {
   sums_are_written();
   each_of_cluster<kFeatures, kThreads>(first_feature, n, tokens, [&](int token, int32_t feature) {
     store(whole_sum(sums, token, feature - first_feature), token, feature);
-  });
-  sums_are_read();
-}
-
-// The same for gates, the first half of a block's features, and what they multiply, the second:
-// `store(gate, up, token, column)` for columns from first_column on.
-template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class Store>
-__device__ inline void add_up_gated(const Sum (&sums)[kSplits][kTokens][kPitch],
-                                    int32_t first_column, int32_t columns, int tokens,
-                                    Store store) {
-  constexpr int kHalf = kFeatures / 2;
-  sums_are_written();
-  each_of_cluster<kHalf, kThreads>(first_column, columns, tokens, [&](int token, int32_t column) {
-    const int feature = column - first_column;
-    store(whole_sum(sums, token, feature), whole_sum(sums, token, feature + kHalf), token, column);
   });
   sums_are_read();
 }

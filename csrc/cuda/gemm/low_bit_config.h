@@ -103,13 +103,13 @@ struct ManyRowsShape {
 
 struct ManyRowsConfig {
   ManyRowsShape shape;
-  int cluster;  // blocks that cut K
+  int cluster;  // blocks that cut K, or parts of it that are added up later if `shared`
 };
 
-constexpr ManyRowsShape kManyRowsShapes[] = {{32, 4, 1, false, 95},   {32, 4, 4, false, 95},
-                                             {64, 4, 1, false, 117},  {64, 4, 2, false, 120},
-                                             {128, 4, 1, false, 175}, {128, 4, 2, false, 180},
-                                             {256, 2, 1, false, 146}, {256, 2, 1, true, 140}};
+constexpr ManyRowsShape kManyRowsShapes[] = {{32, 4, 1, false, 103},  {32, 4, 4, false, 95},
+                                             {64, 4, 1, false, 110},  {64, 4, 2, false, 120},
+                                             {128, 4, 1, false, 181}, {128, 4, 2, false, 210},
+                                             {128, 4, 1, true, 150},  {256, 2, 1, true, 135}};
 
 // `groups` that share 128 columns, 1 or 2. Groups of 64 have fewer kernels.
 constexpr bool many_rows_shape_usable(int groups, ManyRowsShape shape) {
@@ -118,33 +118,37 @@ constexpr bool many_rows_shape_usable(int groups, ManyRowsShape shape) {
 
 // Every part of K has two stages.
 constexpr bool many_rows_cluster_usable(ManyRowsShape shape, int cluster, int64_t k_tiles) {
-  if (shape.shared) return cluster == 1;
   const int64_t stages = (k_tiles + 1) / 2, parts = int64_t{shape.splits} * cluster;
   return parts == 1 || stages / parts >= 2;
 }
 
 // The time of a block is that of its stages and of its beginning and end. A multiprocessor has one
-// block. Results that are not plain (result.h) have kernels whose blocks make one tile; gates and
-// what they multiply lie in one block.
+// block. Results that are not light (result.h) have kernels whose blocks make one tile, or parts of
+// K; gates and what they multiply lie in one block.
 inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
-                                       int sms, bool plain = true, bool gated = false) {
-  constexpr int64_t kBeginAndEnd = 250;
+                                       int sms, bool light = true, bool gated = false) {
+  constexpr int64_t kBeginAndEnd = 250, kAddParts = 300, kPartialBytes = 40'000;
   const int64_t stages = (k_tiles + 1) / 2;
   ManyRowsConfig best{};
   int64_t best_cost = -1;
   for (const ManyRowsShape shape : kManyRowsShapes) {
-    if (!many_rows_shape_usable(groups, shape) || (shape.shared && !plain)) continue;
+    if (!many_rows_shape_usable(groups, shape)) continue;
     if (gated && shape.splits == shape.warpgroups) continue;
     const int64_t tiles = shape.warpgroups / shape.splits * (shape.shared ? 2 : 1);
     const int64_t pieces = (n_tiles + tiles - 1) / tiles * ((m + shape.tokens - 1) / shape.tokens);
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
       if (!many_rows_cluster_usable(shape, cluster, k_tiles)) break;
+      if (shape.shared && cluster == 1 && !light) continue;
       const int64_t parts = int64_t{shape.splits} * cluster;
       // Larger clusters do not fit everywhere.
       const int64_t slots = shape.shared ? sms / 2 : cluster > 2 ? sms * 9 / 10 : sms;
-      if (cluster > 1 && pieces * cluster > slots) break;
+      if (cluster > 1 && !shape.shared && pieces * cluster > slots) break;
       const int64_t waves = (pieces * cluster + slots - 1) / slots;
-      const int64_t cost = waves * ((stages + parts - 1) / parts * shape.stage + kBeginAndEnd);
+      int64_t cost = waves * ((stages + parts - 1) / parts * shape.stage + kBeginAndEnd);
+      if (shape.shared && cluster > 1) {
+        // Sums in fp32, written and read.
+        cost += kAddParts + cluster * m * n_tiles * 64 * 8 / kPartialBytes;
+      }
       if (best_cost < 0 || cost < best_cost) best = {shape, cluster}, best_cost = cost;
     }
   }

@@ -77,7 +77,9 @@ LowBitParams params_of(const LowBitGemmProblem& p) {
       in_rows_of_16_bytes(p.scales) && in_rows_of_16_bytes(p.zeros),
       norm_is_fused(p) ? p.norm_weight : nullptr,
       static_cast<float>(p.norm_eps),
-      static_cast<float>(p.norm_weight_offset)};
+      static_cast<float>(p.norm_weight_offset),
+      1,
+      nullptr};
 }
 
 // The number of its name among those that have tables.
@@ -87,8 +89,26 @@ int look_up_name(const char* op, int32_t device_index) {
   return device_name_number(properties.name);
 }
 
+// Parts of K as sums of their own, which are then added up. The first kernel knows no gates: they
+// come with what follows.
 template <int kBits>
-cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {
+cudaError_t launch_parts(const LowBitGemmProblem& p, LowBitParams params, const Tensor& like,
+                         const CUtensorMap& x_map, int groups, const ManyRowsConfig& config,
+                         int sms, int device, cudaStream_t stream) {
+  const Tensor partial = torch::stable::new_empty(
+      like, {config.cluster, p.m, int64_t{params.n_tiles} * 64}, ScalarType::Float);
+  params.parts = config.cluster;
+  params.partial = static_cast<float*>(partial.data_ptr());
+  LowBitParams ungated = params;
+  ungated.result.gated = false;
+  const bool bf16 = p.dtype == ScalarType::BFloat16;
+  const cudaError_t error =
+      low_bit_many_rows<kBits>(ungated, bf16, x_map, groups, config, sms, device, stream);
+  return error != cudaSuccess ? error : low_bit_add_parts(params, sms, stream);
+}
+
+template <int kBits>
+cudaError_t launch(const LowBitGemmProblem& p, const Tensor& out, int device, cudaStream_t stream) {
   const LowBitParams params = params_of(p);
   const bool bf16 = p.dtype == ScalarType::BFloat16;
   const int sms = num_sms(p.op, device);
@@ -102,23 +122,25 @@ cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) 
     return low_bit_few_rows<kBits>(params, bf16, many_scales, config, device, stream);
   }
   const int groups = shape.stage_groups();
-  const bool plain = params.result.plain;
-  const auto tuned = plain ? tuned_config<ManyRowsConfig>(name, shape) : std::nullopt;
+  const auto tuned = params.result.plain ? tuned_config<ManyRowsConfig>(name, shape) : std::nullopt;
   const auto config = tuned ? *tuned
                             : many_rows_config(p.m, params.n_tiles, params.k_tiles, groups, sms,
-                                               plain, p.epilogue.gated);
+                                               params.result.light, p.epilogue.gated);
   const CUtensorMap x_map = make_tensor_map(
       p.op, p.dtype,
       {p.x, {p.k, p.m, 1, 1}, {1, p.x_row_stride, 0, 0}, {64, many_rows_box(config.shape), 1, 1}});
+  if (config.shape.shared && config.cluster > 1) {
+    return launch_parts<kBits>(p, params, out, x_map, groups, config, sms, device, stream);
+  }
   return low_bit_many_rows<kBits>(params, bf16, x_map, groups, config, sms, device, stream);
 }
 
-cudaError_t launch(const LowBitGemmProblem& p, int device, cudaStream_t stream) {
+cudaError_t launch(const LowBitGemmProblem& p, const Tensor& out, int device, cudaStream_t stream) {
   switch (p.bits) {
-    case 2: return launch<2>(p, device, stream);
-    case 3: return launch<3>(p, device, stream);
-    case 4: return launch<4>(p, device, stream);
-    default: return launch<8>(p, device, stream);
+    case 2: return launch<2>(p, out, device, stream);
+    case 3: return launch<3>(p, out, device, stream);
+    case 4: return launch<4>(p, out, device, stream);
+    default: return launch<8>(p, out, device, stream);
   }
 }
 
@@ -157,7 +179,7 @@ void low_bit_gemm_out(const LowBitGemmInputs& inputs, const Tensor& out) {
   }
   if (!supports(p, device_index)) return portable::low_bit_gemm_out(inputs, out);
   const DeviceGuard guard(p.op, device_index);
-  FI_CUDA_CHECK(launch(p, device_index, current_stream(p.op, device_index)), p.op);
+  FI_CUDA_CHECK(launch(p, out, device_index, current_stream(p.op, device_index)), p.op);
 }
 
 }  // namespace

@@ -27,6 +27,9 @@ struct LowBitParams {
   bool scales_by_bulk;       // rows of both to 16 bytes, in length as well
   const void* norm_weight;   // [K] in x's type, or null: rows of x are normalised first (few rows)
   float norm_eps, norm_weight_offset;
+  // Sums of parts of K that are added up later, or one part and null.
+  int32_t parts;
+  float* partial;  // [parts, M, 64 n_tiles]
 };
 
 // For 1 to kFewRows rows. many_scales: the groups' size is no multiple of 64.
@@ -40,6 +43,9 @@ template <int kBits>
 cudaError_t low_bit_many_rows(const LowBitParams& params, bool bf16, const CUtensorMap& x_map,
                               int groups, const ManyRowsConfig& config, int sms, int device,
                               cudaStream_t stream);
+
+// The result, of params.partial, when the kernel that writes it is done.
+cudaError_t low_bit_add_parts(const LowBitParams& params, int sms, cudaStream_t stream);
 
 inline uint32_t many_rows_box(const ManyRowsShape& shape) {
   return static_cast<uint32_t>(shape.shared ? shape.tokens / 2 : shape.tokens);

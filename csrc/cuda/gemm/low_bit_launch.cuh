@@ -82,11 +82,12 @@ cudaError_t launch_many_rows_kernel(const LowBitParams& params, const CUtensorMa
   constexpr int kBytes = sizeof(typename Traits::Smem);
   static_assert(kBytes <= 227 * 1024);
   const int32_t token_tiles = (params.m + Traits::kTokens - 1) / Traits::kTokens;
-  constexpr int kFeatureTiles = 2 * Traits::kFeatureTiles;  // of a cluster
-  const int32_t tiles = (params.n_tiles + kFeatureTiles - 1) / kFeatureTiles * token_tiles;
+  const int halves = params.result.gated ? 2 : 1;
+  const int32_t of_n = params.n_tiles / halves, of_cluster = 2 * Traits::kFeatureTiles / halves;
+  const int32_t tiles = (of_n + of_cluster - 1) / of_cluster * token_tiles;
   return launch_clusters<&low_bit_many_rows_kernel<Traits>, kBytes>(
-      std::min<int64_t>(tiles, sms / 2), Traits::kThreads, 2, device, stream, params, x_map,
-      token_tiles, tiles);
+      std::min<int64_t>(int64_t{tiles} * params.parts, sms / 2), Traits::kThreads, 2, device,
+      stream, params, x_map, token_tiles, tiles);
 }
 
 // Tries the shapes from kIndex on until it is the configuration's. kGroups: of 128 columns.

@@ -1,20 +1,19 @@
 // Weight-only quantized products for more rows of x: out = x W^T by wgmma. Raw pointers only;
 // checks, choice and launch live in low_bit_gemm.cu.
 //
-// A warpgroup makes a tile of 64 output features by some rows of x. It decodes the features' codes,
-// less their zeros, to the first operand of wgmma, in registers, where a warp finds its 16 features
-// as they are packed; rows of x are the second, in shared memory. So the product is transposed.
-// Codes are multiplied exactly. Sums are kept in fp32 in units of the group's scale, and are
-// multiplied by what it is to the next group's when that begins: so they need no registers beside
-// those of the product. Warps of a fifth warpgroup copy: x by TMA, weights and scales as they are.
+// A warpgroup makes a tile of 64 output features by some rows of x. It decodes the features' codes
+// to weights, rounded to x's type, as the first operand of wgmma, in registers, where a warp finds
+// its 16 features as they are packed; rows of x are the second, in shared memory. So the product is
+// transposed. While one part of the weights is multiplied the next is decoded: nothing but that
+// part's registers is waited for. Warps of a fifth warpgroup copy: x by TMA, weights and scales as
+// they are.
 //
 // Two kernels share this. While the weights' bytes are what takes time, the warpgroups share out a
 // block's features and its part of K, and the blocks of a cluster cut K further. For more rows
 // blocks go from tile to tile, and two share the rows of x they copy.
-//
-// What a zero is more than an integer is a product of its own, with the sum of x.
 #pragma once
 
+#include "../ptx/lane_id.h"
 #include "../ptx/named_barrier.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/stmatrix.h"
@@ -24,10 +23,9 @@
 
 namespace fastinfer::cuda {
 
-// Named barriers, of a warpgroup each; 0 is __syncthreads.
-constexpr int kRestBarrier = 1;
-constexpr int kStagingBarrier = 5;
-constexpr int kTurnBarrier = 9;
+// Named barriers; 0 is __syncthreads.
+constexpr int kStagingBarrier = 1;   // of a warpgroup, and three on
+constexpr int kExchangeBarrier = 5;  // of two warpgroups, and one on
 
 template <class Traits>
 struct ManyRowsWarpgroup {
@@ -35,20 +33,19 @@ struct ManyRowsWarpgroup {
   using Codes = typename Traits::Codes;
   using Stage = typename Traits::Stage;
   static constexpr int kElements = Traits::kTokens / 2;  // of a lane
-  static constexpr int kGroups = Traits::kGroups;
-  static constexpr int kGroupTiles = Traits::kStageTiles / kGroups;
+  static constexpr int kPartSteps = Traits::kPartSteps;
+  static constexpr int kTileParts = 4 / kPartSteps;
+  static constexpr int kLoadedTiles = kTileParts == 1 ? Traits::kStageTiles : 1;
 
-  using Operands = uint32_t[4][4];  // A, of the steps of a tile
+  using Operands = uint32_t[kPartSteps][4];  // A, of the steps of a part
+  using Words = uint32_t[Codes::kWords];     // of a tile
 
-  // Of a group and the lane's two features, which are 8 apart. Codes have an offset and units of
-  // their own (LowBitCodes).
+  // Of a group and the lane's two features, which are 8 apart. A code's number (LowBitCodes) is
+  // worth (number - zero) * factor + rest, each twice in a register.
   struct Group {
-    float unit[2];           // that sums are in: the scale, for codes in their units
-    float ratio[2];          // of the unit before to this one
-    uint32_t zero_pairs[2];  // offset and integer part of the zero, twice
-    uint32_t factors[2];     // of the codes, twice, where scales are too far apart
-    bool has_factors;        // some of the warp's are not 1
-    bool has_rest;           // some zero of the warpgroup is more than an integer
+    uint32_t zeros[2];    // as near as numbers of x's type are
+    uint32_t factors[2];  // the scale, for codes in their units
+    uint32_t rests[2];    // what the zero lacks
   };
 
   const LowBitParams& p;
@@ -56,113 +53,114 @@ struct ManyRowsWarpgroup {
   int warpgroup, warp, lane;
   Ring<Traits::kStages> stage;
   float sums[kElements];
+  // Of scales in fp16, whose range is small: the largest of the feature. bf16 has fp32's range.
+  float units[2];
 
-  // `thread`: among those of all warpgroups.
   __device__ ManyRowsWarpgroup(const LowBitParams& params, typename Traits::Smem& memory,
-                               int thread)
+                               int warpgroup)
       : p(params),
         smem(memory),
-        warpgroup(thread / 128),
-        warp(thread / 32 % 4),
-        lane(thread % 32) {}
-
-  __device__ static uint32_t subtract(uint32_t a, uint32_t b) {
-    return Codes::kBf16 ? ptx::sub_bf16x2(a, b) : ptx::sub_f16x2(a, b);
-  }
+        warpgroup(warpgroup),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32) {}
 
   __device__ static uint32_t pair_of_both(float value) {
     return ptx::pack<Codes::kBf16>(value, value);
   }
 
-  // Scales, or zeros, of the lane's features.
+  // Scales, or zeros, of the lane's features: both are loaded before one is waited for.
   __device__ void load_two(const uint32_t (&from)[Traits::kTile], float (&two)[2]) const {
     const int feature = 16 * warp + lane / 4;
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-    if (p.scale_format == FloatFormat::kBf16) {
-      two[0] = __uint_as_float(uint32_t{halves[feature]} << 16);
-      two[1] = __uint_as_float(uint32_t{halves[feature + 8]} << 16);
-    } else if (p.scale_format == FloatFormat::kFp16) {
-      two[0] = half_to_float(halves[feature], FloatFormat::kFp16);
-      two[1] = half_to_float(halves[feature + 8], FloatFormat::kFp16);
-    } else {
-      two[0] = __uint_as_float(from[feature]), two[1] = __uint_as_float(from[feature + 8]);
+    const bool wide = p.scale_format == FloatFormat::kFloat;
+    uint32_t bits[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bits[i] = wide ? from[feature + 8 * i] : halves[feature + 8 * i];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float half = half_to_float(static_cast<uint16_t>(bits[i]), p.scale_format);
+      two[i] = wide ? __uint_as_float(bits[i]) : half;
     }
   }
 
-  __device__ Group load_group(const Stage& stage, int index, const float (&before)[2]) const {
-    Group group;
-    load_two(stage.scales[warpgroup][index][0], group.unit);
-    bool far = false;
+  // Over the stages that this warpgroup multiplies. Four lanes have the same features.
+  __device__ void find_units(int32_t n_tile, int32_t first_stage, int32_t end_stage) {
+    constexpr int32_t kColumns = Traits::kStageTiles * Traits::kTile;
+    const int32_t first = p.group_size.quotient(min(first_stage * kColumns, p.k - 1));
+    const int32_t last = p.group_size.quotient(min(end_stage * kColumns, p.k) - 1);
+    float largest[2] = {kLeastUnit, kLeastUnit};
+#pragma unroll 8
+    for (int32_t group = first + lane % 4; group <= last; group += 4) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t n = min(n_tile * Traits::kTile + 16 * warp + lane / 4 + 8 * i, p.n - 1);
+        const float scale = fabsf(load_scalar(p.scales, p.scale_format, int64_t{group} * p.n + n));
+        if (scale < INFINITY) largest[i] = fmaxf(largest[i], scale);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (Codes::unit(i) != 1.0f) group.unit[i] *= 1.0f / Codes::unit(i);
-      group.ratio[i] = before[i] * ptx::reciprocal(group.unit[i]);
-      far = far || !(fabsf(group.ratio[i]) <= kFar);
-    }
-    group.has_factors = __any_sync(~0u, far);
-    if (group.has_factors) keep_units(group, before);
-    group.has_rest = false;
-    if (p.zeros == nullptr) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) group.zero_pairs[i] = zero_pair(1 << (Traits::kBits - 1), i);
-    } else {
+      for (int other = 1; other < 4; other *= 2) {
+        largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], other));
+      }
+      units[i] = largest[i];
+    }
+  }
+  static constexpr float kLeastUnit = 0x1p-100f;  // has a reciprocal
+
+  __device__ Group load_group(const Stage& stage, int index) const {
+    Group group;
+    float factor[2];
+    load_two(stage.scales[warpgroup][index][0], factor);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (Codes::unit(i) != 1.0f) factor[i] *= 1.0f / Codes::unit(i);
+      if constexpr (!Codes::kBf16) factor[i] *= ptx::reciprocal(units[i]);
+      group.factors[i] = pair_of_both(factor[i]);
+      constexpr float kDefaultZero = 1 << (Traits::kBits - 1);
+      group.zeros[i] = pair_of_both(Codes::kOffset + kDefaultZero * Codes::unit(i));
+      group.rests[i] = 0;
+    }
+    if (p.zeros != nullptr) {
       float zero[2];
       load_two(stage.scales[warpgroup][index][1], zero);
-      const float whole[2] = {rintf(zero[0]), rintf(zero[1])};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) group.zero_pairs[i] = zero_pair(whole[i], i);
-      const bool some = zero[0] != whole[0] || zero[1] != whole[1];
-      group.has_rest = ptx::named_barrier_any(kRestBarrier + warpgroup, 128, some);
+      for (int i = 0; i < 2; ++i) {
+        zero[i] *= Codes::unit(i);
+        group.zeros[i] = pair_of_both(Codes::kOffset + zero[i]);
+        const float lacks = first_of_pair(group.zeros[i]) - Codes::kOffset - zero[i];
+        // No product of 0 and a scale that is not finite.
+        group.rests[i] = pair_of_both(lacks == 0.0f ? 0.0f : lacks * factor[i]);
+      }
     }
     return group;
   }
 
-  __device__ static uint32_t zero_pair(float whole, int i) {
-    return pair_of_both(Codes::kOffset + whole * Codes::unit(i));
+  __device__ static float first_of_pair(uint32_t pair) {
+    return half_to_float(static_cast<uint16_t>(pair),
+                         Codes::kBf16 ? FloatFormat::kBf16 : FloatFormat::kFp16);
   }
 
-  // Where the scale is nothing beside the unit before, that remains the unit.
-  __device__ static void keep_units(Group& group, const float (&before)[2]) {
+  __device__ void decode(const Words& words, int part, const Group& group, Operands& a) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      group.factors[i] = Codes::kOnePair;
-      if (fabsf(group.unit[i]) > fabsf(before[i]) * (1.0f / kFar) || isnan(group.unit[i])) {
-        group.ratio[i] = before[i] == 0.0f ? 0.0f : before[i] / group.unit[i];
-        continue;
-      }
-      group.factors[i] = pair_of_both(before[i] == 0.0f ? 0.0f : group.unit[i] / before[i]);
-      group.unit[i] = before[i];
-      group.ratio[i] = 1.0f;
-    }
-  }
-  static constexpr float kFar = 0x1p64f;
-
-  __device__ void apply_factors(const Group& group, Operands& a) const {
-    if (!group.has_factors) return;
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kPartSteps; ++step) {
+      Codes::operand(words, 0, part * kPartSteps + step, a[step]);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        a[step][r] = Codes::kBf16 ? ptx::mul_bf16x2(a[step][r], group.factors[r % 2])
-                                  : ptx::mul_f16x2(a[step][r], group.factors[r % 2]);
+        uint32_t& two = a[step][r];
+        const uint32_t zero = group.zeros[r % 2], factor = group.factors[r % 2];
+        if constexpr (Codes::kBf16) {
+          two = ptx::fma_bf16x2(ptx::sub_bf16x2(two, zero), factor, group.rests[r % 2]);
+        } else {
+          two = ptx::fma_f16x2(ptx::sub_f16x2(two, zero), factor, group.rests[r % 2]);
+        }
       }
     }
-  }
-
-  __device__ void decode(const Stage& stage, int tile, const Group& group, Operands& a) const {
-    uint32_t words[Codes::kWords];
-    load(stage, tile, words);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      Codes::operand(words, 0, step, a[step]);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[step][r] = subtract(a[step][r], group.zero_pairs[r % 2]);
-    }
-    apply_factors(group, a);
   }
 
   // The words of this warp's features, in the place of the block's first.
-  __device__ void load(const Stage& stage, int tile, uint32_t (&words)[Codes::kWords]) const {
+  __device__ void load(const Stage& stage, int tile, Words& words) const {
     const int block = warp / Codes::kRows, row = warp % Codes::kRows;
     const uint4* from = stage.weights[warpgroup][tile] + block * (32 * Codes::kLoads) + lane;
 #pragma unroll
@@ -191,47 +189,17 @@ struct ManyRowsWarpgroup {
   }
 
   // `x`: of the stage. Each step's 16 columns are 32 bytes of the swizzled rows.
-  __device__ void multiply_tile(const Operands& a, uint64_t x, int tile) {
+  __device__ void multiply_part(const Operands& a, uint64_t x, int tile, int part) {
     constexpr int kTileBytes = sizeof(T) * Traits::kTokens * Traits::kTile;
     ptx::wgmma_pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      Traits::Mma::registers_k_major(sums, a[step], x + (tile * kTileBytes + step * 32) / 16, true);
+    for (int step = 0; step < kPartSteps; ++step) {
+      const int at = tile * kTileBytes + (part * kPartSteps + step) * 32;
+      Traits::Mma::registers_k_major(sums, a[step], x + at / 16, true);
     }
     ptx::wgmma_commit();
   }
-
-  __device__ void wait_for_all() {
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(sums);
-  }
-
-  // Adds what is left of a group's zeros; `a` is free.
-  __device__ void multiply_rest(const Group& group, int stage_index, uint64_t x, int index,
-                                Operands& a) {
-    float zero[2];
-    load_two(smem.stages[stage_index].scales[warpgroup][index][1], zero);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      a[0][r] = pair_of_both((rintf(zero[r % 2]) - zero[r % 2]) * Codes::unit(r % 2));
-#pragma unroll
-      for (int step = 1; step < 4; ++step) a[step][r] = a[0][r];
-    }
-    apply_factors(group, a);
-#pragma unroll
-    for (int i = 0; i < kGroupTiles; ++i) {
-      multiply_tile(a, x, index * kGroupTiles + i);
-    }
-    wait_for_all();
-  }
-
-  __device__ void multiply_by(float first, float second) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) sums[i] *= i / 2 % 2 == 0 ? first : second;
-  }
-  // From the unit before.
-  __device__ void change_unit(const Group& group) { multiply_by(group.ratio[0], group.ratio[1]); }
 
   __device__ void release(int stage_index) {
     if constexpr (Traits::kShared) {
@@ -241,109 +209,58 @@ struct ManyRowsWarpgroup {
     }
   }
 
-  // The sums over the next `count` of `stages` stages that come.
-  __device__ void multiply(int32_t count, int32_t stages) {
+  // The sums over the stages of `tile` that are this warpgroup's. As many come for all, and a part
+  // of K may have one less.
+  __device__ void multiply(const ManyRowsTile& tile) {
+    const int split = warpgroup / Traits::kFeatureTiles;
+    const int32_t first = tile.template first_of<Traits::kSplits>(split);
+    const int32_t end = tile.template first_of<Traits::kSplits>(split + 1);
+    const int32_t stages = tile.template stages<Traits::kSplits>();
 #pragma unroll
     for (float& sum : sums) sum = 0.0f;
-    float unit[2] = {0.0f, 0.0f};
-    if constexpr (Traits::kAhead) {
-      multiply_ahead(count, unit);
-    } else {
-      multiply_in_turn(count, stages, unit);
+    if constexpr (!Codes::kBf16) {
+      find_units(n_tile_of<Traits>(p, tile, warpgroup % Traits::kFeatureTiles), first, end);
     }
-    multiply_by(unit[0], unit[1]);
-    // A part of K may be a stage shorter than the others.
+    Operands parts[2];
+    const auto before = [&] { return (stage.index == 0 ? Traits::kStages : stage.index) - 1; };
 #pragma unroll 1
-    for (int32_t j = count; j < stages; ++j, stage.next()) {
-      smem.full[stage.index].wait(stage.phase);
-      release(stage.index);
-    }
-  }
-
-  // A tile is decoded while the one before it is multiplied.
-  __device__ void multiply_ahead(int32_t count, float (&unit)[2]) {
-    if (count == 0) return;
-    Operands a, b;
-    smem.full[stage.index].wait(stage.phase);
-    Group group = load_group(smem.stages[stage.index], 0, unit);
-    decode(smem.stages[stage.index], 0, group, a);
-#pragma unroll 1
-    for (int32_t j = 0; j < count; ++j) {
-      const int here = stage.index;
-      const Stage& from = smem.stages[here];
-      const uint64_t x = x_descriptor(here);
-      stage.next();
-      multiply_tile(a, x, 0);
-      if constexpr (kGroups == 1) {
-        decode(from, 1, group, b);
-        multiply_tile(b, x, 1);
-        ptx::wgmma_wait<1>();  // a is free
-      } else {
-        const Group next = load_group(from, 1, group.unit);
-        decode(from, 1, next, b);
-        wait_for_all();
-        if (group.has_rest) multiply_rest(group, here, x, 0, a);
-        group = next;
-        change_unit(group);
-        multiply_tile(b, x, 1);
-      }
-      Group next = group;
-      if (j + 1 < count) {
-        smem.full[stage.index].wait(stage.phase);
-        next = load_group(smem.stages[stage.index], 0, group.unit);
-        decode(smem.stages[stage.index], 0, next, a);
-      }
-      wait_for_all();
-      if (group.has_rest) multiply_rest(group, here, x, kGroups - 1, b);
-      release(here);
-      if (j + 1 < count) change_unit(next);
-      group = next;
-    }
-    unit[0] = group.unit[0], unit[1] = group.unit[1];
-  }
-
-  // Where registers are few: two of the warpgroups multiply while the other two decode. (All four
-  // at once would come to an end at once.)
-  __device__ void multiply_in_turn(int32_t count, int32_t stages, float (&unit)[2]) {
-    static_assert(Traits::kWarpgroups == 4);
-    const int pair = warpgroup % 2, second = warpgroup / 2;
-    const auto wait_for_turn = [&] {
-      ptx::named_barrier_sync(kTurnBarrier + 2 * pair + second, 256);
-    };
-    const auto pass_turn = [&] {
-      ptx::named_barrier_arrive(kTurnBarrier + 2 * pair + 1 - second, 256);
-    };
-    if (second) pass_turn();
-#pragma unroll 1
-    for (int32_t j = 0; j < count; ++j, stage.next()) {
+    for (int32_t k = first; k < end; ++k, stage.next()) {
       const int here = stage.index;
       const Stage& from = smem.stages[here];
       const uint64_t x = x_descriptor(here);
       smem.full[here].wait(stage.phase);
+      Group group;
+      Words words[kLoadedTiles];
+      if constexpr (kLoadedTiles > 1) {
 #pragma unroll
-      for (int index = 0; index < kGroups; ++index) {
-        const Group group = load_group(from, index, unit);
-        change_unit(group);
-        unit[0] = group.unit[0], unit[1] = group.unit[1];
-        Operands a;
-#pragma unroll
-        for (int i = 0; i < kGroupTiles; ++i) {
-          const int tile = index * kGroupTiles + i;
-          decode(from, tile, group, a);
-          wait_for_turn();
-          multiply_tile(a, x, tile);
-          wait_for_all();
-          pass_turn();
-        }
-        if (group.has_rest) multiply_rest(group, here, x, index, a);
+        for (int i = 0; i < kLoadedTiles; ++i) load(from, i, words[i]);
       }
-      release(here);
+#pragma unroll kLoadedTiles
+      for (int i = 0; i < Traits::kStageTiles; ++i) {
+        if constexpr (kLoadedTiles == 1) load(from, i, words[0]);
+        if (i < Traits::kGroups) group = load_group(from, i);
+#pragma unroll
+        for (int part = 0; part < kTileParts; ++part) {
+          Operands& a = parts[(i * kTileParts + part) % 2];
+          decode(words[i % kLoadedTiles], part, group, a);
+          multiply_part(a, x, i, part);
+          ptx::wgmma_wait<1>();  // the other part is free
+          if (i == 0 && part == 0 && k > first) release(before());
+        }
+      }
     }
-    for (int32_t tile = Traits::kStageTiles * count; tile < Traits::kStageTiles * stages; ++tile) {
-      wait_for_turn();
-      pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(sums);
+    if (first < end) release(before());
+    if constexpr (!Codes::kBf16) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) sums[i] *= units[i / 2 % 2];
     }
-    if (!second) wait_for_turn();
+#pragma unroll 1
+    for (int32_t k = end; k < first + stages; ++k, stage.next()) {
+      smem.full[stage.index].wait(stage.phase);
+      release(stage.index);
+    }
   }
 
   // sums[i]: features 16 warp + lane / 4 (+ 8) of tokens 8 (i / 4) + 2 (lane % 4) (+ 1). To
@@ -373,6 +290,80 @@ struct ManyRowsWarpgroup {
     for (int i = 0; i < kElements; ++i) sums[i] += bias[i / 2 % 2];
   }
 
+  __device__ void activate_sums() {
+    if (p.result.activation == Activation::kNone) return;
+#pragma unroll
+    for (float& sum : sums) sum = activate_lightly(p.result.activation, sum);
+  }
+
+  // The first half of the warpgroups has gates, the second what they multiply. Each makes half of
+  // the results, the first or the second half of the tokens, to the first half of `sums`, and sends
+  // the other half of what it has: thread by thread, since two have their tokens in the same
+  // places.
+  __device__ void multiply_gates() {
+    constexpr int kHalf = kElements / 2, kPairs = Traits::kWarpgroups / 2;
+    const int thread = 32 * warp + lane, pair = warpgroup % kPairs;
+    const bool first = warpgroup < kPairs;
+    const int other = first ? warpgroup + kPairs : pair;
+    float4* to = reinterpret_cast<float4*>(smem.staging[warpgroup]) + thread;
+    const float4* from = reinterpret_cast<const float4*>(smem.staging[other]) + thread;
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      *to = first ? make_float4(sums[kHalf + i], sums[kHalf + i + 1], sums[kHalf + i + 2],
+                                sums[kHalf + i + 3])
+                  : make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+      ptx::named_barrier_sync(kExchangeBarrier + pair, 256);
+      const float4 four = *from;
+      ptx::named_barrier_sync(kExchangeBarrier + pair, 256);
+      const float others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float own = first ? sums[i + j] : sums[kHalf + i + j];
+        const float gate = first ? own : others[j], up = first ? others[j] : own;
+        sums[i + j] = activate_lightly(p.result.activation, gate) * up;
+      }
+    }
+  }
+
+  // Sums as they are, in the place of the tile's part.
+  __device__ void write_partial(const ManyRowsTile& tile) const {
+    const int32_t n_tile = tile.first_tile + warpgroup;
+    if (n_tile >= p.n_tiles) return;
+    const int64_t pitch = int64_t{p.n_tiles} * Traits::kTile;
+    const int32_t row = tile.first_token + 2 * (lane % 4);
+    float* to = p.partial + (int64_t{tile.part} * p.m + row) * pitch;
+    to += n_tile * Traits::kTile + 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int token = 8 * (i / 4) + i % 2;
+      if (row + token < p.m) to[token * pitch + 8 * (i / 2 % 2)] = sums[i];
+    }
+  }
+
+  // All of a tile.
+  __device__ void write(const ManyRowsTile& tile) {
+    if (p.partial != nullptr) return write_partial(tile);
+    add_bias(n_tile_of<Traits>(p, tile, warpgroup) * Traits::kTile);
+    if (p.result.gated) {
+      multiply_gates();
+      constexpr int kPairs = Traits::kWarpgroups / 2, kHalf = Traits::kTokens / 2;
+      write_pieces<kHalf>((tile.first_tile + warpgroup % kPairs) * Traits::kTile,
+                          tile.first_token + warpgroup / kPairs * kHalf);
+    } else {
+      activate_sums();
+      write_pieces<Traits::kTokens>((tile.first_tile + warpgroup) * Traits::kTile,
+                                    tile.first_token);
+    }
+  }
+
+  // The first kTokens of `sums`.
+  template <int kTokens>
+  __device__ void write_pieces(int32_t first_feature, int32_t first_token) const {
+    [&]<int... kPieces>(std::integer_sequence<int, kPieces...>) {
+      (write_rounded<16 * kPieces>(smem.staging[warpgroup], first_feature, first_token), ...);
+    }(std::make_integer_sequence<int, kTokens / 16>{});
+  }
+
   // 16 tokens of the result by way of `staging`: rounded and transposed, with their vectors of 8
   // features where no two rows of 8 meet in a bank.
   template <int kBegin>
@@ -395,12 +386,12 @@ struct ManyRowsWarpgroup {
     const int32_t n = first_feature + 8 * eight, row = first_token + kBegin + token;
     const uint4 vector = *reinterpret_cast<const uint4*>(vector_of(token, eight));
     T* to = static_cast<T*>(p.result.out) + row * p.result.out_row_stride + n;
-    if (n < p.n && row < p.m) {
+    if (n < p.result.columns && row < p.m) {
       if (p.result.out_in_eights) {
         *reinterpret_cast<uint4*>(to) = vector;
       } else {
         const T* eight_values = reinterpret_cast<const T*>(&vector);
-        for (int i = 0; i < 8 && n + i < p.n; ++i) to[i] = eight_values[i];
+        for (int i = 0; i < 8 && n + i < p.result.columns; ++i) to[i] = eight_values[i];
       }
     }
     sync_staging();
@@ -438,41 +429,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) init_barriers<Traits>(smem);
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warpgroup = ptx::same_in_warp(threadIdx.x / 128);
   if (warpgroup == Traits::kWarpgroups) {
     ptx::registers_decrease<Traits::kCopyRegisters>();
     Ring<Traits::kStages> stage;
     copy_begin<Traits>(p, tile);
     copy_tile<Traits>(p, &x_map, tile, smem, stage);
     __syncthreads();
+    sums_are_written();
+    sums_are_read();
   } else {
     ptx::registers_increase<Traits::kRegisters>();
-    ManyRowsWarpgroup<Traits> w(p, smem, threadIdx.x);
-    const int split = warpgroup / Traits::kFeatureTiles;
-    w.multiply(tile.first_of<Traits::kSplits>(split + 1) - tile.first_of<Traits::kSplits>(split),
-               tile.stages<Traits::kSplits>());
+    ManyRowsWarpgroup<Traits> w(p, smem, warpgroup);
+    w.multiply(tile);
     __syncthreads();  // all stages have been read
-    w.publish(smem.sums[split], warpgroup % Traits::kFeatureTiles * Traits::kTile);
-  }
-  const int tokens = min(Traits::kTokens, p.m - tile.first_token);
-  if (p.result.gated) {
-    if constexpr (Traits::kFeatureTiles > 1) {
-      add_up_gated<Traits::kFeatures, Traits::kThreads>(
-          smem.sums, tile.first_tile * Traits::kTile, p.result.columns, tokens,
-          [&](float gate, float up, int token, int32_t column) {
-            store_gated(p.result, gate, up, tile.first_token + token, column);
-          });
-    }
-  } else {
-    add_up_cluster<Traits::kFeatures, Traits::kThreads>(
-        smem.sums, tile.first_tile * Traits::kTile, p.n, tokens,
-        [&](float sum, int token, int32_t n) {
-          store_sum(p.result, sum, tile.first_token + token, n);
-        });
+    w.publish(smem.sums[warpgroup / Traits::kFeatureTiles],
+              warpgroup % Traits::kFeatureTiles * Traits::kTile);
+    sums_are_written();
+    finish_cluster<Traits::kFeatures, 128 * Traits::kWarpgroups>(
+        p.result, smem.sums, tile.first_tile * Traits::kTile, tile.first_token,
+        min(Traits::kTokens, p.m - tile.first_token), [](float sum, int, int32_t) { return sum; });
+    sums_are_read();
   }
 }
 
-// Tile after tile; two blocks have neighbouring features and share rows of x.
+// Tile after tile, part after part of K; two blocks have neighbouring features and share rows of x.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     low_bit_many_rows_kernel(const __grid_constant__ LowBitParams p,
@@ -486,33 +467,33 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int32_t rank = ptx::cluster_rank();
   const int32_t k_stages = (p.k_tiles + Traits::kStageTiles - 1) / Traits::kStageTiles;
+  const int tiles_of_block = p.result.gated ? Traits::kFeatureTiles / 2 : Traits::kFeatureTiles;
   const auto tile_at = [&](int32_t index) {
-    return ManyRowsTile{{0, k_stages},
-                        (index / token_tiles * 2 + rank) * Traits::kFeatureTiles,
-                        index % token_tiles * Traits::kTokens};
+    const int32_t part = index / tiles, tile = index % tiles;
+    const auto begin_of = [&](int32_t i) {
+      return static_cast<int32_t>(int64_t{k_stages} * i / p.parts);
+    };
+    return ManyRowsTile{{begin_of(part), begin_of(part + 1)},
+                        (tile / token_tiles * 2 + rank) * tiles_of_block,
+                        tile % token_tiles * Traits::kTokens,
+                        part};
   };
-  const int32_t clusters = gridDim.x / 2, first = blockIdx.x / 2;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int32_t all = tiles * p.parts, clusters = gridDim.x / 2, first = blockIdx.x / 2;
+  const int warpgroup = ptx::same_in_warp(threadIdx.x / 128);
   if (warpgroup == Traits::kWarpgroups) {
     ptx::registers_decrease<Traits::kCopyRegisters>();
     copy_begin<Traits>(p, tile_at(first));
     Ring<Traits::kStages> stage;
-    for (int32_t i = first; i < tiles; i += clusters) {
+    for (int32_t i = first; i < all; i += clusters) {
       copy_tile<Traits>(p, &x_map, tile_at(i), smem, stage);
     }
   } else {
     ptx::registers_increase<Traits::kRegisters>();
-    ManyRowsWarpgroup<Traits> w(p, smem, threadIdx.x);
-    for (int32_t i = first; i < tiles; i += clusters) {
+    ManyRowsWarpgroup<Traits> w(p, smem, warpgroup);
+    for (int32_t i = first; i < all; i += clusters) {
       const ManyRowsTile tile = tile_at(i);
-      w.multiply(k_stages, k_stages);
-      const int32_t first_feature = (tile.first_tile + warpgroup) * Traits::kTile;
-      w.add_bias(first_feature);
-      [&]<int... kPieces>(std::integer_sequence<int, kPieces...>) {
-        (w.template write_rounded<16 * kPieces>(smem.staging[warpgroup], first_feature,
-                                                tile.first_token),
-         ...);
-      }(std::make_integer_sequence<int, Traits::kTokens / 16>{});
+      w.multiply(tile);
+      w.write(tile);
     }
   }
   __syncwarp();

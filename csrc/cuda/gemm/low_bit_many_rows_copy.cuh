@@ -41,8 +41,8 @@ struct ManyRowsTraits {
   static constexpr int kCopyRegisters = kWarpgroups == 4 ? 32 : 40;
   static_assert(kWarpgroups * kRegisters + kCopyRegisters <=
                 (kWarpgroups + 1) * (65536 / kThreads / 8 * 8));
-  static constexpr bool kAhead = kTokens != 128;   // registers for two tiles of weights
-  static constexpr int kTileVectors = 32 * kBits;  // of packed weights
+  static constexpr int kPartSteps = kTokens == 128 ? 2 : 4;  // registers for two parts of weights
+  static constexpr int kTileVectors = 32 * kBits;            // of packed weights
   static constexpr int kRowPitch = kFeatures + 4;  // no two quads of a warp meet in a bank
 
   struct Stage {
@@ -79,6 +79,7 @@ struct ManyRowsTraits {
 // What a block works on: stages of K, tiles of N and rows of x.
 struct ManyRowsTile : RangeOfK {
   int32_t first_tile, first_token;
+  int32_t part = 0;  // of those that are added up later
 };
 
 // A tile of N of a block: features in a row, or gates and then what they multiply.

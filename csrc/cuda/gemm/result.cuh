@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "../ptx/convert.h"
 #include "floats.cuh"
 #include "result.h"
 
@@ -25,6 +26,15 @@ __device__ inline float activate(Activation activation, float x) {
       return times_sigmoid(x, 1.5957691216057308f * x * (1.0f + 0.044715f * x * x));
     default: return 0.5f * x * erfcf(-0.70710678118654752f * x);
   }
+}
+
+// The same for ResultParams::light, with approximate exponentials and quotients.
+__device__ inline float activate_lightly(Activation activation, float x) {
+  const float gelu = 1.5957691216057308f * x * (1.0f + 0.044715f * x * x);
+  const float s = activation == Activation::kSilu ? x : gelu;
+  const float e = ptx::exp2(-1.4426950408889634f * fabsf(s));
+  const float sigmoid = (s < 0.0f ? e : 1.0f) * ptx::reciprocal(1.0f + e);
+  return activation == Activation::kNone ? x : x * sigmoid;
 }
 
 __device__ inline float biased(const ResultParams& r, float sum, int32_t feature) {
@@ -61,11 +71,39 @@ __device__ inline void store_sum(const ResultParams& r, float sum, int64_t row, 
   store_finished(r, activate(r.activation, biased(r, sum, feature)), row, feature);
 }
 
-// Those of a gate and of what it multiplies: features `column` and `columns` further.
-__device__ inline void store_gated(const ResultParams& r, float gate, float up, int64_t row,
-                                   int32_t column) {
-  const float y = activate(r.activation, biased(r, gate, column));
-  store_finished(r, y * biased(r, up, column + r.columns), row, column);
+// Those of a row and column whose y, without bias, is `load(second)`; of gates the second is what
+// they multiply.
+template <class Load>
+__device__ inline void finish_one(const ResultParams& r, int64_t row, int32_t column, Load load) {
+  float h = activate(r.activation, biased(r, load(false), column));
+  if (r.gated) h *= biased(r, load(true), column + r.columns);
+  store_finished(r, h, row, column);
+}
+
+// The same for eight columns of a light result, which has them in eights: `load(second, eight)`.
+template <class Load>
+__device__ inline void finish_eight(const ResultParams& r, int64_t row, int32_t column, Load load) {
+  float values[8];
+  load(false, values);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[i] = activate_lightly(r.activation, biased(r, values[i], column + i));
+  }
+  if (r.gated) {
+    float others[8];
+    load(true, others);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] *= biased(r, others[i], column + i + r.columns);
+  }
+  const bool bf16 = r.out_format == OutFormat::kBf16;
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = values[2 * i], second = values[2 * i + 1];
+    pairs[i] = bf16 ? ptx::pack<true>(first, second) : ptx::pack<false>(first, second);
+  }
+  uint16_t* to = static_cast<uint16_t*>(r.out) + row * r.out_row_stride + column;
+  *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 }  // namespace fastinfer::cuda

@@ -42,6 +42,7 @@ inline ResultParams result_params(const Epilogue& e, const void* bias, ScalarTyp
           out_format_of(out_dtype),
           static_cast<int32_t>(e.width),
           e.nothing() && size == 2,
+          e.residual == nullptr && size == 2 && e.activation != Activation::kGelu,
           e.width % 8 == 0 && aligned_to(16, out, size, {rows > 1 ? out_row_stride : 0})};
 }
 

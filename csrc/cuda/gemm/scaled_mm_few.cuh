@@ -3,12 +3,13 @@
 //
 // A warpgroup makes a tile of 64 output features by all of the block's rows of a. The warpgroups
 // share out a block's features and its part of K, and the blocks of a cluster cut K further. Of a
-// fifth warpgroup two threads copy by TMA.
+// fifth warpgroup two threads copy by TMA, and a warp copies scales that vary along K.
 //
 // Tensor cores keep some 13 bits below the largest fp8 product or sum; so sums of 128 columns are
 // formed apart, and are added in fp32, with their scales where these vary along K.
 #pragma once
 
+#include "../ptx/cp_async.h"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/tma.h"
@@ -41,6 +42,10 @@ struct FewTokensTraits {
     uint8_t b[kWarpgroups][kTile][kMmColumns];  // swizzled by TMA
     uint8_t a[kSplits][kTokens][kMmColumns];
   };
+  struct Scales {  // of a stage
+    float a[kSplits][kTokens];
+    float b[kWarpgroups];
+  };
   static constexpr int kMostStages = 220 * 1024 / sizeof(Stage);
   static constexpr int kStages = kMostStages < 8 ? kMostStages : 8;
   using Sums = Sum[kSplits][kTokens][kRowPitch];
@@ -50,6 +55,7 @@ struct FewTokensTraits {
       Stage stages[kStages];
       Sums sums;  // when all products are done
     };
+    Scales scales[kBlocks ? kStages : 1];
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
   };
@@ -127,6 +133,45 @@ __device__ void copy_few_tokens(const ScaledMmParams& p, const ScaledMmMaps& map
   }
 }
 
+// By a third warp, where scales vary along K.
+template <class Traits>
+__device__ void copy_few_tokens_scales(const ScaledMmParams& p, const MmPart& part,
+                                       typename Traits::Smem& smem) {
+  constexpr int kRows = (Traits::kTokens + 31) / 32;  // of a lane
+  const int lane = threadIdx.x % 32, tile = min(lane, Traits::kFeatureTiles - 1);
+  const float* a[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    a[i] = p.a_scale.at(min(part.first_token + 32 * i + lane, p.m - 1), 0);
+  }
+  const int32_t feature = part.first_feature<Traits::kFeatureTiles>(p.result, tile);
+  const float* b = p.b_scale.at(min(feature, p.n - 1), 0);
+  ptx::grid_dependency_wait();
+  Ring<Traits::kStages> stage;
+  const int32_t stages = part.stages<Traits::kSplits>();
+#pragma unroll 1
+  for (int32_t j = 0; j < stages; ++j, stage.next()) {
+    auto& to = smem.scales[stage.index];
+    smem.empty[stage.index].wait(stage.phase ^ 1);
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) {
+      // Nobody multiplies by those of a part that has ended.
+      const int64_t k = min(part.first_of<Traits::kSplits>(split) + j, p.stages - 1);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (32 * i + lane >= Traits::kTokens) continue;
+        ptx::cp_async_4(ptx::shared_address(&to.a[split][32 * i + lane]),
+                        a[i] + k * p.a_scale.block_stride, false);
+      }
+      if (lane == tile) {
+        ptx::cp_async_4(ptx::shared_address(&to.b[split * Traits::kFeatureTiles + tile]),
+                        b + k * p.b_scale.block_stride, false);
+      }
+    }
+    ptx::cp_async_arrive(smem.full[stage.index]);
+  }
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     scaled_mm_few_tokens_kernel(const __grid_constant__ ScaledMmParams p,
@@ -146,7 +191,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     index % token_tiles * Traits::kTokens};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
-      smem.full[i].init(2);
+      smem.full[i].init(2 + (Traits::kBlocks ? 32 : 0));
       smem.empty[i].init(4 * Traits::kWarpgroups);
     }
     ptx::fence_mbarrier_init();
@@ -157,31 +202,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == Traits::kWarpgroups) {
     ptx::registers_decrease<32>();
+    if constexpr (Traits::kBlocks) {
+      if (threadIdx.x / 32 % 4 == 2) copy_few_tokens_scales<Traits>(p, part, smem);
+    }
     copy_few_tokens<Traits>(p, maps, part, smem);
     __syncthreads();
+    sums_are_written();
+    sums_are_read();
   } else {
     ptx::registers_increase<112>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int split = warpgroup / Traits::kFeatureTiles;
     const int32_t first = part.first_of<Traits::kSplits>(split);
     const int32_t end = part.first_of<Traits::kSplits>(split + 1);
-    const int32_t tile_feature =
-        part.first_feature<Traits::kFeatureTiles>(p.result, warpgroup % Traits::kFeatureTiles);
     typename Traits::Sum part_sums[kElements] = {};
     float sums[kElements] = {};
-    float a_scales[Traits::kBlocks ? Traits::kTokens / 4 : 1], b_scale;
-    const auto load_scales = [&](int32_t block) {
-      if constexpr (Traits::kBlocks) {
-        b_scale = *p.b_scale.at(min(tile_feature, p.n - 1), block);
-#pragma unroll
-        for (int i = 0; i < Traits::kTokens / 4; ++i) {
-          const int32_t token = part.first_token + 8 * (i / 2) + 2 * (lane % 4) + i % 2;
-          a_scales[i] = *p.a_scale.at(min(token, p.m - 1), block);
-        }
-      }
-    };
-    if constexpr (Traits::kBlocks) ptx::grid_dependency_wait();
-    load_scales(min(first, p.stages - 1));
     Ring<Traits::kStages> stage;
     const int32_t stages = part.stages<Traits::kSplits>();
 #pragma unroll 1
@@ -199,18 +234,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                       !Traits::kFp8 || step > 0);
         }
         ptx::wgmma_commit();
+        float2 scales[Traits::kBlocks ? Traits::kTokens / 8 : 1];
+        if constexpr (Traits::kBlocks) {
+          const auto& of_stage = smem.scales[stage.index];
+          const float b_scale = of_stage.b[warpgroup];
+#pragma unroll
+          for (int i = 0; i < Traits::kTokens / 8; ++i) {
+            const int token = 8 * i + 2 * (lane % 4);
+            scales[i] = *reinterpret_cast<const float2*>(&of_stage.a[split][token]);
+            scales[i].x *= b_scale, scales[i].y *= b_scale;
+          }
+        }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(part_sums);
         if constexpr (Traits::kBlocks) {
 #pragma unroll
           for (int i = 0; i < kElements; ++i) {
-            sums[i] = fmaf(a_scales[i / 4 * 2 + i % 2] * b_scale, part_sums[i], sums[i]);
+            const float2 two = scales[i / 4];
+            sums[i] = fmaf(i % 2 == 0 ? two.x : two.y, part_sums[i], sums[i]);
           }
+          __syncwarp();  // scales are read before the stage is given back
         } else if constexpr (Traits::kFp8) {
 #pragma unroll
           for (int i = 0; i < kElements; ++i) sums[i] += part_sums[i];
         }
-        load_scales(min(k + 1, p.stages - 1));
       }
       if (lane == 0) smem.empty[stage.index].arrive();
     }
@@ -224,33 +271,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kFp8) to = sums[i];
       if constexpr (!Traits::kFp8) to = part_sums[i];
     }
-  }
-  ptx::grid_dependency_wait();
-  const auto scaled = [&](typename Traits::Sum sum, int64_t row, int32_t n) {
-    float value = static_cast<float>(sum);
-    if constexpr (!Traits::kBlocks) {
-      value *= p.a_scale.data[row * p.a_scale.row_stride];
-      value *= p.b_scale.data[n * p.b_scale.row_stride];
-    }
-    return value;
-  };
-  const int tokens = min(Traits::kTokens, p.m - part.first_token);
-  if (p.result.gated) {
-    if constexpr (Traits::kFeatureTiles > 1) {
-      add_up_gated<Traits::kFeatures, Traits::kThreads>(
-          smem.sums, part.first_column, p.result.columns, tokens,
-          [&](auto gate, auto up, int token, int32_t column) {
-            const int64_t row = part.first_token + token;
-            store_gated(p.result, scaled(gate, row, column),
-                        scaled(up, row, column + p.result.columns), row, column);
-          });
-    }
-  } else {
-    add_up_cluster<Traits::kFeatures, Traits::kThreads>(
-        smem.sums, part.first_column, p.n, tokens, [&](auto sum, int token, int32_t n) {
-          const int64_t row = part.first_token + token;
-          store_sum(p.result, scaled(sum, row, n), row, n);
+    sums_are_written();
+    ptx::grid_dependency_wait();
+    finish_cluster<Traits::kFeatures, 128 * Traits::kWarpgroups>(
+        p.result, smem.sums, part.first_column, part.first_token,
+        min(Traits::kTokens, p.m - part.first_token),
+        [&](typename Traits::Sum sum, int64_t row, int32_t n) {
+          float y = static_cast<float>(sum);
+          if constexpr (!Traits::kBlocks) {
+            y *= p.a_scale.data[row * p.a_scale.row_stride];
+            y *= p.b_scale.data[n * p.b_scale.row_stride];
+          }
+          return y;
         });
+    sums_are_read();
   }
 }
 

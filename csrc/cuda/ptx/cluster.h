@@ -49,4 +49,20 @@ __device__ inline T cluster_load(const T* own, uint32_t rank) {
   return reinterpret_cast<const T&>(value);
 }
 
+// Four of them, at an address that is a multiple of 16.
+template <class T>
+__device__ inline void cluster_load_four(const T* own, uint32_t rank, T (&four)[4]) {
+  static_assert(sizeof(T) == 4);
+  uint32_t bits[4];
+  asm volatile(
+      "{\n.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote];\n}\n"
+      : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank)
+      : "memory");
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four[i] = reinterpret_cast<const T&>(bits[i]);
+}
+
 }  // namespace fastinfer::cuda::ptx

@@ -55,16 +55,23 @@ __device__ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return product;
 }
 
+// a * b + c, rounded once.
+__device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
 __device__ inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("sub.f16x2 %0, %1, %2;\n" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
 }
 
-__device__ inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.f16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
-  return product;
+__device__ inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
 }
 
 // 1 / x within 1 ulp; of subnormal numbers infinity.
