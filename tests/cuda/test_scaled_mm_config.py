@@ -13,9 +13,11 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
 SMS = 132  # of an H200
 WARPGROUPS = 4
-FEATURES = (64, 96, 112, 128, 160, 176, 192)  # of a tile with many rows
+FEATURES = (64, 96, 128, 160, 176, 192)  # of a tile with many rows
 SIZES = [1, 40, 64, 1000, 4096, 6144, 8192, 14336, 28672, 151936]
-REQUESTS = list(itertools.product((1, 16, 17, 64, 128, 256, 1024, 4096), SIZES, SIZES, (78, 114, SMS), (0, 1)))
+REQUESTS = list(
+    itertools.product((1, 16, 17, 64, 128, 256, 1024, 4096), SIZES, SIZES, (78, 114, SMS), (0, 1))
+)
 
 Table = dict[tuple[int, ...], tuple[int, ...]]
 
@@ -69,16 +71,16 @@ def waves(m: int, n: int, features: int, sms: int) -> int:
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
-    [(256, 8192, 28672, 128), (256, 4096, 14336, 64), (256, 28672, 4096, 112)],
+    [(256, 8192, 28672, 128), (256, 4096, 14336, 64), (256, 28672, 4096, 160)],
 )
 def test_tiles_divide_among_pairs_of_multiprocessors(table, m, n, k, expected) -> None:
     assert table[(m, n, k, SMS, 0)][3] == expected
 
 
-def test_no_other_width_of_tiles_needs_much_less_work(table) -> None:
-    """Columns that one pair multiplies one after the other, beside those of any width."""
+def test_no_other_width_of_tiles_takes_much_less_time(table) -> None:
+    """Of all that one pair multiplies; 64 more features are what a stage takes besides."""
     for (m, n, _, sms, _), (*_, features) in table.items():
         if m < 256:
             continue
-        work = {f: waves(m, n, f, sms) * f for f in FEATURES}
-        assert work[features] <= 1.25 * min(work.values())
+        time = {f: waves(m, n, f, sms) * (f + 64) for f in FEATURES}
+        assert time[features] <= 1.25 * min(time.values())
