@@ -15,7 +15,7 @@ template <>
 cudaError_t scaled_mm_many_tokens<false>(const ScaledMmParams& params, const ScaledMmMaps& maps,
                                          bool /*block_scales*/, int features, int sms, int device,
                                          cudaStream_t stream) {
-  return choose_many_tokens<false>(params, maps, features, sms, device, stream);
+  return choose_many_tokens<false, false>(params, maps, features, sms, device, stream);
 }
 
 }  // namespace fastinfer::cuda

@@ -45,17 +45,18 @@ cudaError_t launch_many_tokens(const ScaledMmParams& params, const ScaledMmMaps&
 }
 
 // Tries the numbers of features from kIndex on until it is the one asked for.
-template <bool kFp8, int kIndex = 0>
+template <bool kFp8, bool kBlocks, int kIndex = 0>
 cudaError_t choose_many_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps, int features,
                                int sms, int device, cudaStream_t stream) {
-  constexpr int kFeatures = kManyTokensFeatures[kIndex];
-  constexpr int kShapes = sizeof(kManyTokensFeatures) / sizeof(kManyTokensFeatures[0]);
+  constexpr std::span<const int> kWidths = many_tokens_widths(kBlocks);
+  constexpr int kFeatures = kWidths[kIndex];
   if (features == kFeatures) {
-    return launch_many_tokens<ManyTokensTraits<kFp8, false, kFeatures>>(params, maps, sms, device,
-                                                                        stream);
+    return launch_many_tokens<ManyTokensTraits<kFp8, kBlocks, kFeatures>>(params, maps, sms, device,
+                                                                          stream);
   }
-  if constexpr (kIndex + 1 < kShapes) {
-    return choose_many_tokens<kFp8, kIndex + 1>(params, maps, features, sms, device, stream);
+  if constexpr (kIndex + 1 < kWidths.size()) {
+    return choose_many_tokens<kFp8, kBlocks, kIndex + 1>(params, maps, features, sms, device,
+                                                         stream);
   }
   return cudaErrorInvalidConfiguration;
 }

@@ -5,9 +5,9 @@
 // chooses; each of two warpgroups makes 64 rows. Two blocks, of a cluster, have neighbouring rows
 // and share what they copy of b. Warps of a third warpgroup copy.
 //
-// Tensor cores keep some 13 bits below the largest fp8 product or sum; so sums of 256 columns are
+// Tensor cores keep some 13 bits below the largest fp8 product or sum; so sums of 512 columns are
 // formed apart and are added in fp32, and those of 128 columns, with their scales, where these vary
-// along K. Warpgroups take turns at the tensor cores: while one adds, the other's products run.
+// along K.
 #pragma once
 
 #include "../ptx/cluster.h"
@@ -36,7 +36,8 @@ struct ManyTokensTraits {
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kTokens = kRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kApart = kBlocks ? 1 : 2;  // stages whose fp8 sums are formed apart
+  static constexpr int kApart = 4;  // stages whose fp8 sums are formed apart, but for blocks
+  static constexpr int kColumnScales = kFeatures / 64;  // of b for a stage, of blocks
   using Element = std::conditional_t<kFp8, __nv_fp8_e4m3, int8_t>;
   using Sum = std::conditional_t<kFp8, float, int32_t>;
   using Mma = ptx::Wgmma<Element, kFeatures>;
@@ -47,7 +48,7 @@ struct ManyTokensTraits {
   };
   struct Scales {  // of a stage
     float a[kTokens];
-    float b;
+    float b[kColumnScales];
   };
   union alignas(16) Staging {
     uint16_t halves[16][64];
@@ -106,7 +107,8 @@ __device__ void copy_many_tokens(const ScaledMmParams& p, const ScaledMmMaps& ma
   }
 }
 
-// By a warp: the scales of each stage.
+// By a warp: the scales of each stage. Tiles begin at multiples of 64 features, so that each 64 lie
+// in one block of b.
 template <class Traits>
 __device__ void copy_many_tokens_scales(const ScaledMmParams& p, const MmTile& tile,
                                         typename Traits::Smem& smem, Ring<Traits::kStages>& stage) {
@@ -117,7 +119,7 @@ __device__ void copy_many_tokens_scales(const ScaledMmParams& p, const MmTile& t
   for (int i = 0; i < kRows; ++i) {
     a[i] = p.a_scale.at(min(tile.first_token + 32 * i + lane, p.m - 1), 0);
   }
-  const float* b = p.b_scale.at(tile.first_column, 0);
+  const float* b = p.b_scale.at(min(tile.first_column + 64 * lane, p.n - 1), 0);
 #pragma unroll 1
   for (int32_t k = 0; k < p.stages; ++k, stage.next()) {
     auto& to = smem.scales[stage.index];
@@ -127,7 +129,9 @@ __device__ void copy_many_tokens_scales(const ScaledMmParams& p, const MmTile& t
       ptx::cp_async_4(ptx::shared_address(&to.a[32 * i + lane]), a[i], false);
       a[i] += p.a_scale.block_stride;
     }
-    if (lane == 0) ptx::cp_async_4(ptx::shared_address(&to.b), b, false);
+    if (lane < Traits::kColumnScales) {
+      ptx::cp_async_4(ptx::shared_address(&to.b[lane]), b, false);
+    }
     b += p.b_scale.block_stride;
     ptx::cp_async_arrive(smem.full[stage.index]);
   }
@@ -136,21 +140,18 @@ __device__ void copy_many_tokens_scales(const ScaledMmParams& p, const MmTile& t
 template <class Traits>
 struct ManyTokensWarpgroup {
   static constexpr int kElements = Traits::kFeatures / 2;  // of a lane
-  static constexpr int kFirstOwn = 1, kFirstTurn = 3;      // numbers of barriers
 
   const ScaledMmParams& p;
   typename Traits::Smem& smem;
   int warpgroup, warp, lane;
-  Ring<Traits::kStages> stage;  // to be multiplied next
-  Ring<Traits::kStages> read;   // to be given back next
+  Ring<Traits::kStages> stage;
   typename Traits::Sum part[kElements];
   float sums[Traits::kFp8 ? kElements : 1];
   // Of the tile's rows, and of two of its features, on their way while it is multiplied.
   float row_scales[2], column_scales[2], column_biases[2];
 
-  __device__ void release() {
-    if (lane < 2) smem.empty[read.index].arrive_remote(lane);
-    read.next();
+  __device__ void release(int index) {
+    if (lane < 2) smem.empty[index].arrive_remote(lane);
   }
 
   __device__ int32_t row(const MmTile& tile) const {
@@ -169,110 +170,96 @@ struct ManyTokensWarpgroup {
         column_scales[i] = p.b_scale.data[n * p.b_scale.row_stride];
       }
     }
-  }
-
-  // Queues the products of a stage; the second half of them in a group of its own if `halves`.
-  template <bool kHalves>
-  __device__ void multiply_stage(bool add) {
-    const auto& from = smem.stages[stage.index];
-    const uint64_t a = ptx::uniform_k_major_descriptor(ptx::shared_address(from.a[warpgroup]));
-    const uint64_t b = ptx::uniform_k_major_descriptor(ptx::shared_address(from.b));
+    if constexpr (Traits::kFp8) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      Traits::Mma::shared_k_major(part, a + 2 * step, b + 2 * step, add || step > 0);
-      if (kHalves && step == 1) ptx::wgmma_commit();
+      for (float& sum : sums) sum = 0.0f;
     }
-    ptx::wgmma_commit();
-    stage.next();
   }
 
   __device__ void wait_for_copies() { smem.full[stage.index].wait(stage.phase); }
 
-  __device__ void take_turn() { ptx::named_barrier_sync(kFirstTurn + warpgroup, 256); }
-  __device__ void pass_turn() { ptx::named_barrier_arrive(kFirstTurn + (warpgroup ^ 1), 256); }
+  struct Operands {  // descriptors
+    uint64_t a, b;
+  };
 
-  // Queues the products of 1 to kApart stages when it is this warpgroup's turn.
-  __device__ void queue(int count) {
-    wait_for_copies();
-    take_turn();
+  __device__ Operands operands() const {
+    const auto& from = smem.stages[stage.index];
+    return {ptx::uniform_k_major_descriptor(ptx::shared_address(from.a[warpgroup])),
+            ptx::uniform_k_major_descriptor(ptx::shared_address(from.b))};
+  }
+
+  __device__ void multiply_stage(const Operands& from, bool add) {
     ptx::wgmma_pin(part);
     ptx::wgmma_fence();
-    if constexpr (Traits::kApart > 1) {
-#pragma unroll 1
-      for (int i = 1; i < count; ++i) {
-        multiply_stage<false>(i > 1);
-        wait_for_copies();
-      }
-    }
-    multiply_stage<true>(count > 1);
-  }
-
-  // Adds what has been formed apart.
-  __device__ void add(const float (&factors)[2]) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      sums[i] = Traits::kBlocks ? fmaf(factors[i / 2 % 2], part[i], sums[i]) : sums[i] + part[i];
+    for (int step = 0; step < 4; ++step) {
+      Traits::Mma::shared_k_major(part, from.a + 2 * step, from.b + 2 * step, add || step > 0);
     }
+    ptx::wgmma_commit();
   }
 
-  // Tiles from `first` on, each `step`-th. A tile's results are written while the first products of
-  // the next one run. Both warpgroups queue products equally often, and each gives the turn on
-  // after having had it; the first has one more, which the second gives at once.
-  template <class TileAt>
-  __device__ void go_in_turns(const TileAt& tile_at, int32_t first, int32_t tiles, int32_t step) {
-    if (warpgroup == 1) pass_turn();
-    int32_t tile = first, k = 0;
-#pragma unroll 1
-    while (tile < tiles) {
-      const int count = min(Traits::kApart, p.stages - k);
-      queue(count);
-      if (k == 0) {
-        pass_turn();
-        if (tile != first) write(tile_at(tile - step));
-        begin(tile_at(tile));
-#pragma unroll
-        for (float& sum : sums) sum = 0.0f;
-      }
-      float factors[2];
-      if constexpr (Traits::kBlocks) {
-        const auto& scales = smem.scales[read.index];
-        for (int i = 0; i < 2; ++i) {
-          factors[i] = scales.a[64 * warpgroup + 16 * warp + 8 * i + lane / 4] * scales.b;
-        }
-        __syncwarp();  // read before the stage is given back
-      }
-      if constexpr (Traits::kApart > 1) {
-        ptx::wgmma_wait<2>();
-#pragma unroll 1
-        for (int i = 1; i < count; ++i) release();
-      }
-      ptx::wgmma_wait<1>();
-      if (k != 0) pass_turn();  // the other's products follow before these have ended
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(part);
-      release();
-      add(factors);
-      k += count;
-      if (k == p.stages) k = 0, tile += step;
-    }
-    write(tile_at(tile - step));
-    if (warpgroup == 0) take_turn();
-  }
-
-  // Sums of a tile are formed where they stay.
-  __device__ void multiply() {
-#pragma unroll 1
-    for (int32_t k = 0; k < p.stages; ++k) {
-      wait_for_copies();
-      ptx::wgmma_pin(part);
-      ptx::wgmma_fence();
-      multiply_stage<false>(k > 0);
-      ptx::wgmma_wait<1>();  // the stage before has been read
-      if (k > 0) release();
-    }
+  __device__ void wait_for_all() {
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(part);
-    release();
+  }
+
+  __device__ void multiply() {
+    const int32_t apart = Traits::kFp8 ? Traits::kApart : p.stages;
+#pragma unroll 1
+    for (int32_t k = 0; k < p.stages;) {
+      const int32_t end = min(k + apart, p.stages);
+      int before = stage.index;
+#pragma unroll 1
+      for (bool add = false; k < end; add = true, ++k) {
+        const int here = stage.index;
+        const Operands from = operands();
+        wait_for_copies();
+        multiply_stage(from, add);
+        ptx::wgmma_wait<1>();  // the stage before has been read
+        if (add) release(before);
+        before = here;
+        stage.next();
+      }
+      wait_for_all();
+      release(before);
+      if constexpr (Traits::kFp8) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) sums[i] += part[i];
+      }
+    }
+  }
+
+  // Of each stage the sums are formed apart, for its scales. The next one's descriptors, and
+  // whether its copies have come, are found before these are added, so that its products follow at
+  // once.
+  __device__ void multiply_blocks() {
+    bool copied = false;
+    Operands from = operands();
+#pragma unroll 1
+    for (int32_t k = 0; k < p.stages; ++k) {
+      if (!copied) wait_for_copies();
+      multiply_stage(from, false);
+      const auto& scales = smem.scales[stage.index];
+      float factors[2][Traits::kColumnScales];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < Traits::kColumnScales; ++j) {
+          factors[i][j] = scales.a[64 * warpgroup + 16 * warp + 8 * i + lane / 4] * scales.b[j];
+        }
+      }
+      const int here = stage.index;
+      stage.next();
+      from = operands();
+      __syncwarp();  // scales are read before the stage is given back
+      wait_for_all();
+      release(here);
+      copied = smem.full[stage.index].test(stage.phase);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        sums[i] = fmaf(factors[i / 2 % 2][i / 32], part[i], sums[i]);
+      }
+    }
   }
 
   // sums[i]: row lane / 4 (+ 8) of the warp's 16, features 8 (i / 4) + 2 (lane % 4) (+ 1).
@@ -302,14 +289,14 @@ struct ManyTokensWarpgroup {
         smem.ends.biases[warpgroup][column] = column_biases[i];
       }
     }
-    ptx::named_barrier_sync(kFirstOwn + warpgroup, 128);
+    ptx::named_barrier_sync(1 + warpgroup, 128);
     const int32_t first_row = tile.first_token + 64 * warpgroup + 16 * warp;
     if (p.result.plain) {
       write_plain(first_row, tile.first_column);
     } else {
       write_finished(first_row, tile.first_column);
     }
-    ptx::named_barrier_sync(kFirstOwn + warpgroup, 128);  // scales and biases have been read
+    ptx::named_barrier_sync(1 + warpgroup, 128);  // scales and biases have been read
   }
 
   // 16 rows by at most 64 columns at a time, by way of `staging`, where no two rows of 8 meet in a
@@ -442,15 +429,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::registers_increase<232>();
     ManyTokensWarpgroup<Traits> w{p, smem, warpgroup, static_cast<int>(threadIdx.x / 32 % 4),
                                   static_cast<int>(threadIdx.x % 32)};
-    if constexpr (Traits::kFp8) {
-      w.go_in_turns(tile_at, first, tiles, clusters);
-    } else {
 #pragma unroll 1
-      for (int32_t i = first; i < tiles; i += clusters) {
-        w.begin(tile_at(i));
+    for (int32_t i = first; i < tiles; i += clusters) {
+      w.begin(tile_at(i));
+      if constexpr (Traits::kBlocks) {
+        w.multiply_blocks();
+      } else {
         w.multiply();
-        w.write(tile_at(i));
       }
+      w.write(tile_at(i));
     }
   }
   __syncwarp();
