@@ -60,9 +60,10 @@ cudaError_t launch(const ScaledMmProblem& p, int device, cudaStream_t stream) {
         map_of(p, p.b, p.n, p.b_row_stride, kFewTokensBoxB)};
     return scaled_mm_few_tokens<kFp8>(params, maps, p.block_scales, config, device, stream);
   }
+  const int features = many_tokens_features(p.m, p.n, params.stages, sms, p.block_scales);
   const ScaledMmMaps maps{map_of(p, p.a, p.m, p.a_row_stride, kManyTokensBoxA),
-                          map_of(p, p.b, p.n, p.b_row_stride, kManyTokensBoxB)};
-  return scaled_mm_many_tokens<kFp8>(params, maps, p.block_scales, sms, device, stream);
+                          map_of(p, p.b, p.n, p.b_row_stride, many_tokens_box_b(features))};
+  return scaled_mm_many_tokens<kFp8>(params, maps, p.block_scales, features, sms, device, stream);
 }
 
 void scaled_mm_out(const ScaledMmInputs& inputs, const Tensor& out) {

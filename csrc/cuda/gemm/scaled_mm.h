@@ -36,7 +36,9 @@ struct ScaledMmMaps {
 
 constexpr uint32_t kFewTokensBoxB = 64;
 constexpr uint32_t kManyTokensBoxA = 128;
-constexpr uint32_t kManyTokensBoxB = 96;
+constexpr uint32_t many_tokens_box_b(int features) {
+  return static_cast<uint32_t>(features / 2);
+}
 
 template <bool kFp8>
 cudaError_t scaled_mm_few_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps,
@@ -44,6 +46,7 @@ cudaError_t scaled_mm_few_tokens(const ScaledMmParams& params, const ScaledMmMap
                                  cudaStream_t stream);
 template <bool kFp8>
 cudaError_t scaled_mm_many_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps,
-                                  bool block_scales, int sms, int device, cudaStream_t stream);
+                                  bool block_scales, int features, int sms, int device,
+                                  cudaStream_t stream);
 
 }  // namespace fastinfer::cuda

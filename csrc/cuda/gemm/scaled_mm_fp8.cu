@@ -14,10 +14,11 @@ cudaError_t scaled_mm_few_tokens<true>(const ScaledMmParams& params, const Scale
 
 template <>
 cudaError_t scaled_mm_many_tokens<true>(const ScaledMmParams& params, const ScaledMmMaps& maps,
-                                        bool block_scales, int sms, int device,
+                                        bool block_scales, int features, int sms, int device,
                                         cudaStream_t stream) {
-  return block_scales ? launch_many_tokens<true, true>(params, maps, sms, device, stream)
-                      : launch_many_tokens<true, false>(params, maps, sms, device, stream);
+  return block_scales
+             ? choose_many_tokens<true, true>(params, maps, features, sms, device, stream)
+             : choose_many_tokens<true, false>(params, maps, features, sms, device, stream);
 }
 
 }  // namespace fastinfer::cuda

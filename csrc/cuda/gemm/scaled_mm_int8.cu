@@ -13,9 +13,9 @@ cudaError_t scaled_mm_few_tokens<false>(const ScaledMmParams& params, const Scal
 
 template <>
 cudaError_t scaled_mm_many_tokens<false>(const ScaledMmParams& params, const ScaledMmMaps& maps,
-                                         bool /*block_scales*/, int sms, int device,
+                                         bool /*block_scales*/, int features, int sms, int device,
                                          cudaStream_t stream) {
-  return launch_many_tokens<false, false>(params, maps, sms, device, stream);
+  return choose_many_tokens<false, false>(params, maps, features, sms, device, stream);
 }
 
 }  // namespace fastinfer::cuda

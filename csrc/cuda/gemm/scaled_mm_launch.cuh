@@ -31,18 +31,34 @@ cudaError_t launch_few_tokens(const ScaledMmParams& params, const ScaledMmMaps& 
   return cudaErrorInvalidConfiguration;
 }
 
-template <bool kFp8, bool kBlocks>
+template <class Traits>
 cudaError_t launch_many_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps, int sms,
                                int device, cudaStream_t stream) {
-  using Traits = ManyTokensTraits<kFp8, kBlocks>;
   constexpr int kBytes = sizeof(typename Traits::Smem);
   static_assert(kBytes <= 227 * 1024);
-  const int32_t token_tiles = (params.m + 2 * Traits::kTokens - 1) / (2 * Traits::kTokens);
+  const int32_t token_tiles = (params.m + kManyTokensRows - 1) / kManyTokensRows;
   const int columns = params.result.gated ? Traits::kFeatures / 2 : Traits::kFeatures;
   const int64_t tiles = int64_t{(params.result.columns + columns - 1) / columns} * token_tiles;
   return launch_clusters<&scaled_mm_many_tokens_kernel<Traits>, kBytes>(
       std::min<int64_t>(tiles, sms / 2), Traits::kThreads, 2, device, stream, params, maps,
       token_tiles, static_cast<int32_t>(tiles));
+}
+
+// Tries the numbers of features from kIndex on until it is the one asked for.
+template <bool kFp8, bool kBlocks, int kIndex = 0>
+cudaError_t choose_many_tokens(const ScaledMmParams& params, const ScaledMmMaps& maps, int features,
+                               int sms, int device, cudaStream_t stream) {
+  constexpr std::span<const int> kWidths = many_tokens_widths(kBlocks);
+  constexpr int kFeatures = kWidths[kIndex];
+  if (features == kFeatures) {
+    return launch_many_tokens<ManyTokensTraits<kFp8, kBlocks, kFeatures>>(params, maps, sms, device,
+                                                                          stream);
+  }
+  if constexpr (kIndex + 1 < kWidths.size()) {
+    return choose_many_tokens<kFp8, kBlocks, kIndex + 1>(params, maps, features, sms, device,
+                                                         stream);
+  }
+  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace fastinfer::cuda

@@ -36,7 +36,19 @@ struct Mbarrier {
         "r"(bytes)
         : "memory");
   }
-  // Until the phase of this parity is complete; phases are numbered from 0.
+  // Whether the phase of this parity is complete; phases are numbered from 0.
+  __device__ bool test(uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, done;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(&state)), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
+  // Until it is.
   __device__ void wait(uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\n"

@@ -167,8 +167,10 @@ FI_WGMMA_16BIT(256, 128, 129, 130, 131, 132, 133)
 
 FI_WGMMA_E4M3(16, 8, 9, 10)
 FI_WGMMA_E4M3(64, 32, 33, 34)
+FI_WGMMA_E4M3(96, 48, 49, 50)
 FI_WGMMA_E4M3(128, 64, 65, 66)
 FI_WGMMA_E4M3(160, 80, 81, 82)
+FI_WGMMA_E4M3(176, 88, 89, 90)
 FI_WGMMA_E4M3(192, 96, 97, 98)
 
 #define FI_I8(i)                                                                              \
@@ -177,6 +179,10 @@ FI_WGMMA_E4M3(192, 96, 97, 98)
 #define FI_I32(i) FI_I8(i), FI_I8(i + 8), FI_I8(i + 16), FI_I8(i + 24)
 #define FI_INTS_16 FI_I8(0)
 #define FI_INTS_64 FI_I32(0)
+#define FI_INTS_96 FI_I32(0), FI_I8(32), FI_I8(40)
+#define FI_INTS_128 FI_I32(0), FI_I32(32)
+#define FI_INTS_160 FI_I32(0), FI_I32(32), FI_I8(64), FI_I8(72)
+#define FI_INTS_176 FI_I32(0), FI_I32(32), FI_I8(64), FI_I8(72), FI_I8(80)
 #define FI_INTS_192 FI_I32(0), FI_I32(32), FI_I32(64)
 #define FI_WGMMA_S8(N, I0, I1, I2)                                                       \
   template <>                                                                            \
@@ -194,6 +200,10 @@ FI_WGMMA_E4M3(192, 96, 97, 98)
 
 FI_WGMMA_S8(16, 8, 9, 10)
 FI_WGMMA_S8(64, 32, 33, 34)
+FI_WGMMA_S8(96, 48, 49, 50)
+FI_WGMMA_S8(128, 64, 65, 66)
+FI_WGMMA_S8(160, 80, 81, 82)
+FI_WGMMA_S8(176, 88, 89, 90)
 FI_WGMMA_S8(192, 96, 97, 98)
 
 }  // namespace fastinfer::cuda::ptx
