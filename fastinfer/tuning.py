@@ -4,8 +4,9 @@ ops library.
 How the Hopper kernels of `int2_gemm` to `int8_gemm` cut a product is the choice of a pure function
 of its shape (csrc/cuda/gemm/low_bit_config.h). `fastinfer tune` measures what is faster on a device
 and writes a file for it; when fastinfer is imported the files are handed to the library, which asks
-them first. An entry holds for all row counts of its bucket, of which it names the largest. What the
-kernels do not have is left out there: a wrong file costs time at most.
+them first. An entry holds for all row counts of its bucket, of which it names the largest. Of
+entries that stand for the same products the one that gained most holds. What the kernels do not
+have is left out there: a wrong file costs time at most.
 
 The files are in the folder $FASTINFER_TUNED, or else in fastinfer/tuned of the user's cache
 ($XDG_CACHE_HOME, ~/.cache), one for each name of a device:
@@ -99,6 +100,11 @@ class Entry:
     us: float
     default_us: float
 
+    @property
+    def gain(self) -> float:
+        """Over the default configuration."""
+        return self.default_us / self.us
+
 
 @dataclass(frozen=True)
 class Table:
@@ -116,6 +122,7 @@ class InUse:
 
     path: Path
     entries: int
+    """Those that are usable, also where another one stands for the same products."""
     unusable: int
     """Entries that the kernels of this build do not have."""
 
@@ -159,8 +166,13 @@ def load() -> None:
 
 
 def set_table(device: str, entries: Iterable[Entry]) -> int:
-    """Replaces the entries of a device in the library; returns how many are usable."""
-    rows = [[*entry.problem.numbers, *entry.config.numbers] for entry in entries]
+    """Replaces the entries of a device in the library; returns how many are usable.
+
+    Where several stand for the same products (sizes that make equal tiles, row counts of a bucket)
+    the one that gained most over the default configuration holds.
+    """
+    by_gain = sorted(entries, key=lambda entry: entry.gain)  # in the library the last one holds
+    rows = [[*entry.problem.numbers, *entry.config.numbers] for entry in by_gain]
     columns = len(Problem.__dataclass_fields__) + _NUMBERS
     tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), columns)
     usable: int = torch.ops.fastinfer._set_gemm_configs.default(device, tensor)
@@ -283,7 +295,7 @@ def _integer(fields: Any, name: str, where: str) -> int:
 
 def _microseconds(fields: Any, name: str, where: str) -> float:
     value: float = _field(fields, name, (int, float), where)
-    if not 0 <= value < 1e12:
+    if not 0 < value < 1e12:
         raise ValueError(f"{where}: {name}: expected microseconds, got {value}")
     return float(value)
 

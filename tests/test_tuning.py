@@ -121,6 +121,34 @@ def test_a_file_is_put_to_use_and_what_is_unusable_is_counted(folder: Path) -> N
     assert tuning.in_use == {}
 
 
+def test_of_entries_for_the_same_products_the_fastest_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tiles, bucket and kind of groups, although written otherwise. All are counted."""
+    slow, fast, slower = tuning.configs(MANY, SMS)[1:4]
+    entries = [
+        Entry(replace(MANY, m=256), slow, 50.0, 60.0),
+        Entry(replace(MANY, m=129, group_size=256), fast, 20.0, 30.0),
+        Entry(replace(MANY, n=28671, k=4090), slower, 49.0, 50.0),
+    ]
+    handed: list[list[int]] = []
+    library = torch.ops.fastinfer._set_gemm_configs.default
+
+    def keep(device: str, rows: torch.Tensor) -> int:
+        handed.extend(rows.tolist())
+        return int(library(device, rows))
+
+    path = tuning.path_of(DEVICE, folder)
+    for order in (entries, entries[::-1], [entries[1], entries[2], entries[0]]):
+        tuning.write(path, DEVICE, order)
+        tuning.load()
+        assert tuning.in_use == {DEVICE: tuning.InUse(path, 3, 0)}
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.ops.fastinfer._set_gemm_configs, "default", keep)
+            assert tuning.set_table(DEVICE, order) == 3
+        assert tuple(handed[-1][-5:]) == fast.numbers  # the last one holds (tests/cuda)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -163,6 +191,7 @@ ENTRY = json.loads(json.dumps(tuning._json(ENTRIES[1])))
         ({"entries": [ENTRY | {"m": -1}]}, "m: expected a number of"),
         ({"entries": [ENTRY | {"us": 10**400}]}, "us: expected microseconds"),
         ({"entries": [ENTRY | {"us": math.nan}]}, "us: expected microseconds"),
+        ({"entries": [ENTRY | {"us": 0}]}, "us: expected microseconds, got 0"),
         ({"entries": [ENTRY | {"config": {"tokens": 1}}]}, "'splits' is missing"),
         (
             {"entries": [ENTRY | {"config": ENTRY["config"] | {"shared": 2}}]},

@@ -131,6 +131,20 @@ def test_entries_are_found_by_device_and_by_what_they_share(ask) -> None:
     assert ask(filled, *answers) == ["2", *answers.values()]
 
 
+def test_of_entries_for_the_same_products_the_last_holds(ask) -> None:
+    """And all of them are counted."""
+    same = (4, 1, 28671, 4033, 64)
+    find, few, other = words("find", "gpu", FEW), words(FEW_CONFIG), words(OTHER_FEW_CONFIG)
+    unusable = (FEW, (0, 5, 16, 1, 0))
+    answers = ask(
+        setting("gpu", (FEW, FEW_CONFIG), (same, OTHER_FEW_CONFIG), unusable),
+        find,
+        setting("gpu", (same, OTHER_FEW_CONFIG), (FEW, FEW_CONFIG), (FEW, FEW_CONFIG)),
+        find,
+    )
+    assert answers == ["2", other, "3", few]
+
+
 def test_groups_as_long_as_k_are_one_kind(ask) -> None:
     long = 1 << 40
     entry = ((4, 32, 4096, 4096, long), MANY_CONFIG)

@@ -85,18 +85,21 @@ LowBitConfig default_config(const LowBitShape& shape, int sms) {
 
 int64_t set_tuned_configs(const std::string& device_name, const std::vector<TunedEntry>& entries) {
   Table table;
+  int64_t usable = 0;
   for (const TunedEntry& entry : entries) {
     for (const LowBitConfig& config : usable_configs(entry.shape)) {
-      if (numbers_of(config) == entry.config) table.insert_or_assign(key_of(entry.shape), config);
+      if (numbers_of(config) != entry.config) continue;
+      table.insert_or_assign(key_of(entry.shape), config);
+      ++usable;
+      break;
     }
   }
-  const auto size = static_cast<int64_t>(table.size());
   Tables& all = tables();
   const std::unique_lock lock(all.mutex);
   all.of_name[all.number_of(device_name)] = std::move(table);
   any_tuned_configs = std::any_of(all.of_name.begin(), all.of_name.end(),
                                   [](const auto& named) { return !named.second.empty(); });
-  return size;
+  return usable;
 }
 
 int device_name_number(const std::string& device_name) {
