@@ -401,9 +401,9 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
 
         y = [x W_0^T | x W_1^T | ...]
 
-    Nothing is rounded: codes, scales, zero points and outliers stay what they are. Where a weight
-    without zeros meets one that has them it gets 2^(bits - 1), and scales (or outliers) of several
-    dtypes become the narrowest that holds all of them.
+    All is copied and nothing is rounded: codes, scales, zero points and outliers stay what they
+    are. Where a weight without zeros meets one that has them it gets 2^(bits - 1), and scales (or
+    outliers) of several dtypes become the narrowest that holds all of them.
 
     Args:
         weights: at least one, of equal bits, group_size, K and perm, on one device.
@@ -444,9 +444,8 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
         )
     scales = torch.cat([weight.scales for weight in weights], 1)
     outliers = concatenate_outliers([(w.shape[0], w.outliers) for w in weights], qweight.device)
-    return PackedWeight(
-        qweight, scales, zeros, first.perm, bits, first.group_size, (n, k), outliers
-    )
+    perm = None if first.perm is None else first.perm.clone()
+    return PackedWeight(qweight, scales, zeros, perm, bits, first.group_size, (n, k), outliers)
 
 
 def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:
