@@ -102,17 +102,17 @@ class PackedWeight:
             self.outliers.check(op, n, k, self.qweight)
         if self.perm is not None:
             check_tensor(op, "perm", self.perm, (k,), torch.int32)
-            if self.perm.is_meta:
-                return  # it has no entries that could be wrong
-            columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
-            found = self.perm.sort().values
-            check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
         for name, tensor in (
             ("qweight", self.qweight), ("scales", self.scales), ("zeros", self.zeros),
             ("perm", self.perm),
         ):  # fmt: skip
             dense = tensor is None or tensor.is_contiguous()
             check(op, dense, f"{name}: expected a contiguous tensor, as the products read it")
+        # On the meta device it has no entries that could be wrong.
+        if self.perm is not None and not self.perm.is_meta:
+            columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
+            found = self.perm.sort().values
+            check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on another device."""
