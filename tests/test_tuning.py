@@ -430,6 +430,16 @@ def test_a_file_of_another_version_is_written_anew(capsys, gpu, folder: Path) ->
     assert tuning.read(path).entries == ()
 
 
+def test_a_file_of_another_device_is_written_anew(capsys, gpu, folder: Path) -> None:
+    """Whose name makes the same name of a file."""
+    path = write_fields(folder, device="nvidia h200")
+    code, _, err = run(capsys, "--shapes", "64x64", "--rows", "1")
+    message = f"{path} is written anew: device: expected '{DEVICE}', got 'nvidia h200'"
+    assert code == 0 and message in err
+    table = tuning.read(path)
+    assert (table.device, table.entries) == (DEVICE, ())
+
+
 def test_a_wrong_result_fails_loudly(capsys, gpu, monkeypatch) -> None:
     gpu[FIRST] = [1.25]
     monkeypatch.setattr(FakeBench, "agrees", lambda self, config: False)
