@@ -40,6 +40,8 @@ _SETTINGS = {
 }
 _KERNELS = tuple(_SETTINGS)  # by their number in the library
 _NUMBERS = 5  # of a configuration: its kernel and its settings, the rest 0
+_MOST = 2**31 - 1  # rows, features and columns: the kernels count them in 32 bits
+_MOST_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -259,12 +261,13 @@ def _json(entry: Entry) -> dict[str, Any]:
 def _entry(fields: Any, where: str) -> Entry:
     op = _choice(fields, "op", _OPS, where)
     kernel = _choice(fields, "kernel", _SETTINGS, where)
-    m, n, k, group_size = (_integer(fields, name, where) for name in ("m", "n", "k", "group_size"))
+    m, n, k = (_integer(fields, name, where, 1, _MOST) for name in ("m", "n", "k"))
+    group_size = _integer(fields, "group_size", where, 1, _MOST_INT64)
     given = _field(fields, "config", dict, where)
     settings = {
         name: int(_field(given, name, bool, f"{where}: config"))
         if name == "shared"
-        else _integer(given, name, f"{where}: config")
+        else _integer(given, name, f"{where}: config", 0, _MOST_INT64)
         for name in _SETTINGS[kernel]
     }
     us, default_us = (_microseconds(fields, name, where) for name in ("us", "default_us"))
@@ -286,10 +289,10 @@ def _field(fields: Any, name: str, kind: Any, where: str) -> Any:
     return value
 
 
-def _integer(fields: Any, name: str, where: str) -> int:
+def _integer(fields: Any, name: str, where: str, least: int, most: int) -> int:
     value: int = _field(fields, name, int, where)
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{where}: {name}: expected a number of 0..2^63 - 1, got {value}")
+    if not least <= value <= most:
+        raise ValueError(f"{where}: {name}: expected a number of {least}..{most}, got {value}")
     return value
 
 

@@ -149,6 +149,15 @@ def test_of_entries_for_the_same_products_the_fastest_holds(
         assert tuple(handed[-1][-5:]) == fast.numbers  # the last one holds (tests/cuda)
 
 
+def test_the_largest_sizes_are_read(folder: Path) -> None:
+    most = 2**31 - 1
+    entry = replace(ENTRIES[1], problem=Problem(4, most, most, most, 2**63 - 1))
+    path = tuning.path_of(DEVICE, folder)
+    tuning.write(path, DEVICE, [entry])
+    tuning.load()
+    assert tuning.in_use == {DEVICE: tuning.InUse(path, 1, 0)}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -187,8 +196,15 @@ ENTRY = json.loads(json.dumps(tuning._json(ENTRIES[1])))
         ({"entries": [ENTRY | {"kernel": "some_rows"}]}, "kernel: expected one of"),
         ({"entries": [ENTRY | {"n": 1.5}]}, "n: expected int, got 1.5"),
         ({"entries": [ENTRY | {"n": True}]}, "n: expected int, got True"),
-        ({"entries": [ENTRY | {"k": 1 << 70}]}, "k: expected a number of"),
+        (
+            {"entries": [ENTRY | {"k": 1 << 70}]},
+            f"entry 0: k: expected a number of 1..{2**31 - 1}, got {1 << 70}",
+        ),
+        ({"entries": [ENTRY | {"n": 2**63 - 1}]}, "n: expected a number of 1..2147483647, got 922"),
+        ({"entries": [ENTRY | {"m": 0}]}, "m: expected a number of 1..2147483647, got 0"),
         ({"entries": [ENTRY | {"m": -1}]}, "m: expected a number of"),
+        ({"entries": [ENTRY | {"group_size": 2**63}]}, "group_size: expected a number of"),
+        ({"entries": [ENTRY | {"config": ENTRY["config"] | {"tokens": -1}}]}, "config: tokens: ex"),
         ({"entries": [ENTRY | {"us": 10**400}]}, "us: expected microseconds"),
         ({"entries": [ENTRY | {"us": math.nan}]}, "us: expected microseconds"),
         ({"entries": [ENTRY | {"us": 0}]}, "us: expected microseconds, got 0"),

@@ -101,7 +101,8 @@ def test_short_k_is_not_cut_too_often(ask) -> None:
 @pytest.mark.parametrize(
     "shape",
     [(5, 8, 64, 64, 64), (4, 0, 64, 64, 64), (4, 8, 0, 64, 64), (4, 8, 64, -1, 64),
-     (4, 8, 64, 64, 0), (4, 32, 64, 256, 32)],
+     (4, 8, 64, 64, 0), (4, 32, 64, 256, 32), (4, 8, 2**31, 64, 64), (4, 8, 64, 2**63 - 1, 64),
+     (4, 2**63 - 1, 64, 64, 64)],
 )  # fmt: skip
 def test_products_that_the_kernels_do_not_take(ask, shape) -> None:
     assert usable(ask, [shape]) == [[]]

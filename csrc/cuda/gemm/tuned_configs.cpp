@@ -34,10 +34,15 @@ Key key_of(const LowBitShape& shape) {
   return {shape.bits, shape.n_tiles(), shape.k_tiles(), rows_bucket(shape.m), groups};
 }
 
+// Kernels count rows, features and columns in 32 bits.
+bool countable(int64_t size) {
+  return size >= 1 && size <= INT32_MAX;
+}
+
 bool taken(const LowBitShape& shape) {
   const bool known = shape.bits == 2 || shape.bits == 3 || shape.bits == 4 || shape.bits == 8;
-  const bool sized = shape.m >= 1 && shape.n >= 1 && shape.k >= 1 && shape.group_size >= 1;
-  return known && sized && (shape.few_rows() || !shape.many_scales());
+  const bool sized = countable(shape.m) && countable(shape.n) && countable(shape.k);
+  return known && sized && shape.group_size >= 1 && (shape.few_rows() || !shape.many_scales());
 }
 
 }  // namespace
