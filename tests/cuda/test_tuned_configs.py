@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
 SMS = 132  # of an H200
 
 Numbers = tuple[int, ...]
@@ -24,22 +19,16 @@ MANY_CONFIG = (1, 64, 2, 0, 2)
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory) -> Ask:
+def ask(program) -> Ask:
     """Runs requests in one process; an answer each."""
-    program = tmp_path_factory.mktemp("tuned") / "tuned_configs"
-    sources = [str(HERE / "tuned_configs.cpp"), str(SOURCES / "tuned_configs.cpp")]
-    compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++20", "-O0", "-pthread", f"-I{SOURCES}"]
-    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    run = program("tuned_configs", "gemm/tuned_configs.cpp")
 
-    def run(*requests: str) -> list[str]:
-        answers = subprocess.run(
-            [str(program)], input="\n".join(requests), capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+    def one_each(*requests: str) -> list[str]:
+        answers: list[str] = run(*requests)
         assert len(answers) == len(requests)
-        return [answer.strip() for answer in answers]
+        return answers
 
-    return run
+    return one_each
 
 
 def words(*parts: object) -> str:
