@@ -21,6 +21,7 @@ if _backend not in ("", "triton"):
 FORCED = _backend == "triton"
 """Whether Triton kernels run where hand-written ones exist, as the library found it when loaded."""
 torch.ops.load_library(str(PATH))
+_functions = ctypes.CDLL(str(PATH))
 
 import fastinfer.triton_kernels  # noqa: E402, F401  (its kernels need the schemas)
 
@@ -42,7 +43,7 @@ def cuda_ops() -> list[str]:
 
 def rows_bucket(m: int) -> int:
     """The row count that stands for m where configurations of low-bit products are measured."""
-    function = ctypes.CDLL(str(PATH)).fastinfer_rows_bucket
+    function = _functions.fastinfer_rows_bucket
     function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
     bucket: int = function(m)
     return bucket
@@ -52,11 +53,11 @@ def report_portable_error(text: str) -> None:
     """Tells the library why a Triton launcher fails: on its way through C++ the error loses its
     text, and the library raises it with this one.
     """
-    ctypes.CDLL(str(PATH)).fastinfer_portable_error(text.encode())
+    _functions.fastinfer_portable_error(text.encode())
 
 
 def _build_info(symbol: str) -> str:
-    function = getattr(ctypes.CDLL(str(PATH)), symbol)
+    function = getattr(_functions, symbol)
     function.restype = ctypes.c_char_p
     text: bytes = function()
     return text.decode()

@@ -322,7 +322,10 @@ def _prepare(path: Path, device: Device) -> list[Entry]:
     before: list[Entry] = []
     try:
         if path.is_file():
-            before = list(tuning.read(path).entries)
+            table = tuning.read(path)
+            if table.device != device.name:  # names that differ in spaces and case share a file
+                raise ValueError(f"device: expected {device.name!r}, got {table.device!r}")
+            before = list(table.entries)
     except ValueError as error:
         print(f"{path} is written anew: {error}", file=sys.stderr)
     try:

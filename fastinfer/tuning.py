@@ -4,8 +4,9 @@ ops library.
 How the Hopper kernels of `int2_gemm` to `int8_gemm` cut a product is the choice of a pure function
 of its shape (csrc/cuda/gemm/low_bit_config.h). `fastinfer tune` measures what is faster on a device
 and writes a file for it; when fastinfer is imported the files are handed to the library, which asks
-them first. An entry holds for all row counts of its bucket, of which it names the largest. What the
-kernels do not have is left out there: a wrong file costs time at most.
+them first. An entry holds for all row counts of its bucket, of which it names the largest. Of
+entries that stand for the same products the one that gained most holds. What the kernels do not
+have is left out there: a wrong file costs time at most.
 
 The files are in the folder $FASTINFER_TUNED, or else in fastinfer/tuned of the user's cache
 ($XDG_CACHE_HOME, ~/.cache), one for each name of a device:
@@ -39,6 +40,8 @@ _SETTINGS = {
 }
 _KERNELS = tuple(_SETTINGS)  # by their number in the library
 _NUMBERS = 5  # of a configuration: its kernel and its settings, the rest 0
+_MOST = 2**31 - 1  # rows, features and columns: the kernels count them in 32 bits
+_MOST_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class Entry:
     us: float
     default_us: float
 
+    @property
+    def gain(self) -> float:
+        """Over the default configuration."""
+        return self.default_us / self.us
+
 
 @dataclass(frozen=True)
 class Table:
@@ -116,6 +124,7 @@ class InUse:
 
     path: Path
     entries: int
+    """Those that are usable, also where another one stands for the same products."""
     unusable: int
     """Entries that the kernels of this build do not have."""
 
@@ -159,8 +168,13 @@ def load() -> None:
 
 
 def set_table(device: str, entries: Iterable[Entry]) -> int:
-    """Replaces the entries of a device in the library; returns how many are usable."""
-    rows = [[*entry.problem.numbers, *entry.config.numbers] for entry in entries]
+    """Replaces the entries of a device in the library; returns how many are usable.
+
+    Where several stand for the same products (sizes that make equal tiles, row counts of a bucket)
+    the one that gained most over the default configuration holds.
+    """
+    by_gain = sorted(entries, key=lambda entry: entry.gain)  # in the library the last one holds
+    rows = [[*entry.problem.numbers, *entry.config.numbers] for entry in by_gain]
     columns = len(Problem.__dataclass_fields__) + _NUMBERS
     tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), columns)
     usable: int = torch.ops.fastinfer._set_gemm_configs.default(device, tensor)
@@ -247,12 +261,13 @@ def _json(entry: Entry) -> dict[str, Any]:
 def _entry(fields: Any, where: str) -> Entry:
     op = _choice(fields, "op", _OPS, where)
     kernel = _choice(fields, "kernel", _SETTINGS, where)
-    m, n, k, group_size = (_integer(fields, name, where) for name in ("m", "n", "k", "group_size"))
+    m, n, k = (_integer(fields, name, where, 1, _MOST) for name in ("m", "n", "k"))
+    group_size = _integer(fields, "group_size", where, 1, _MOST_INT64)
     given = _field(fields, "config", dict, where)
     settings = {
         name: int(_field(given, name, bool, f"{where}: config"))
         if name == "shared"
-        else _integer(given, name, f"{where}: config")
+        else _integer(given, name, f"{where}: config", 0, _MOST_INT64)
         for name in _SETTINGS[kernel]
     }
     us, default_us = (_microseconds(fields, name, where) for name in ("us", "default_us"))
@@ -274,16 +289,16 @@ def _field(fields: Any, name: str, kind: Any, where: str) -> Any:
     return value
 
 
-def _integer(fields: Any, name: str, where: str) -> int:
+def _integer(fields: Any, name: str, where: str, least: int, most: int) -> int:
     value: int = _field(fields, name, int, where)
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{where}: {name}: expected a number of 0..2^63 - 1, got {value}")
+    if not least <= value <= most:
+        raise ValueError(f"{where}: {name}: expected a number of {least}..{most}, got {value}")
     return value
 
 
 def _microseconds(fields: Any, name: str, where: str) -> float:
     value: float = _field(fields, name, (int, float), where)
-    if not 0 <= value < 1e12:
+    if not 0 < value < 1e12:
         raise ValueError(f"{where}: {name}: expected microseconds, got {value}")
     return float(value)
 

@@ -57,6 +57,12 @@ def test_cuda_kernels_are_built_where_they_are_required() -> None:
     assert b"rms_norm_kernel" in _library.PATH.read_bytes()
 
 
+def test_the_library_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", None)
+    assert _library.cpu_isa() and _library.rows_bucket(9) == 16
+    assert isinstance(_library.cuda_ops(), list) and isinstance(_library.cuda_archs(), list)
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"), [("generic", {"generic"}), ("", {"generic", "avx2"})]
 )

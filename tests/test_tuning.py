@@ -121,6 +121,43 @@ def test_a_file_is_put_to_use_and_what_is_unusable_is_counted(folder: Path) -> N
     assert tuning.in_use == {}
 
 
+def test_of_entries_for_the_same_products_the_fastest_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tiles, bucket and kind of groups, although written otherwise. All are counted."""
+    slow, fast, slower = tuning.configs(MANY, SMS)[1:4]
+    entries = [
+        Entry(replace(MANY, m=256), slow, 50.0, 60.0),
+        Entry(replace(MANY, m=129, group_size=256), fast, 20.0, 30.0),
+        Entry(replace(MANY, n=28671, k=4090), slower, 49.0, 50.0),
+    ]
+    handed: list[list[int]] = []
+    library = torch.ops.fastinfer._set_gemm_configs.default
+
+    def keep(device: str, rows: torch.Tensor) -> int:
+        handed.extend(rows.tolist())
+        return int(library(device, rows))
+
+    path = tuning.path_of(DEVICE, folder)
+    for order in (entries, entries[::-1], [entries[1], entries[2], entries[0]]):
+        tuning.write(path, DEVICE, order)
+        tuning.load()
+        assert tuning.in_use == {DEVICE: tuning.InUse(path, 3, 0)}
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.ops.fastinfer._set_gemm_configs, "default", keep)
+            assert tuning.set_table(DEVICE, order) == 3
+        assert tuple(handed[-1][-5:]) == fast.numbers  # the last one holds (tests/cuda)
+
+
+def test_the_largest_sizes_are_read(folder: Path) -> None:
+    most = 2**31 - 1
+    entry = replace(ENTRIES[1], problem=Problem(4, most, most, most, 2**63 - 1))
+    path = tuning.path_of(DEVICE, folder)
+    tuning.write(path, DEVICE, [entry])
+    tuning.load()
+    assert tuning.in_use == {DEVICE: tuning.InUse(path, 1, 0)}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -159,10 +196,18 @@ ENTRY = json.loads(json.dumps(tuning._json(ENTRIES[1])))
         ({"entries": [ENTRY | {"kernel": "some_rows"}]}, "kernel: expected one of"),
         ({"entries": [ENTRY | {"n": 1.5}]}, "n: expected int, got 1.5"),
         ({"entries": [ENTRY | {"n": True}]}, "n: expected int, got True"),
-        ({"entries": [ENTRY | {"k": 1 << 70}]}, "k: expected a number of"),
+        (
+            {"entries": [ENTRY | {"k": 1 << 70}]},
+            f"entry 0: k: expected a number of 1..{2**31 - 1}, got {1 << 70}",
+        ),
+        ({"entries": [ENTRY | {"n": 2**63 - 1}]}, "n: expected a number of 1..2147483647, got 922"),
+        ({"entries": [ENTRY | {"m": 0}]}, "m: expected a number of 1..2147483647, got 0"),
         ({"entries": [ENTRY | {"m": -1}]}, "m: expected a number of"),
+        ({"entries": [ENTRY | {"group_size": 2**63}]}, "group_size: expected a number of"),
+        ({"entries": [ENTRY | {"config": ENTRY["config"] | {"tokens": -1}}]}, "config: tokens: ex"),
         ({"entries": [ENTRY | {"us": 10**400}]}, "us: expected microseconds"),
         ({"entries": [ENTRY | {"us": math.nan}]}, "us: expected microseconds"),
+        ({"entries": [ENTRY | {"us": 0}]}, "us: expected microseconds, got 0"),
         ({"entries": [ENTRY | {"config": {"tokens": 1}}]}, "'splits' is missing"),
         (
             {"entries": [ENTRY | {"config": ENTRY["config"] | {"shared": 2}}]},
@@ -399,6 +444,16 @@ def test_a_file_of_another_version_is_written_anew(capsys, gpu, folder: Path) ->
     code, _, err = run(capsys, "--shapes", "64x64", "--rows", "1")
     assert code == 0 and f"{path} is written anew: version" in err
     assert tuning.read(path).entries == ()
+
+
+def test_a_file_of_another_device_is_written_anew(capsys, gpu, folder: Path) -> None:
+    """Whose name makes the same name of a file."""
+    path = write_fields(folder, device="nvidia h200")
+    code, _, err = run(capsys, "--shapes", "64x64", "--rows", "1")
+    message = f"{path} is written anew: device: expected '{DEVICE}', got 'nvidia h200'"
+    assert code == 0 and message in err
+    table = tuning.read(path)
+    assert (table.device, table.entries) == (DEVICE, ())
 
 
 def test_a_wrong_result_fails_loudly(capsys, gpu, monkeypatch) -> None:

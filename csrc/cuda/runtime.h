@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../torch_utils.h"
+#include "kept_of_device.h"
 
 // Absent from CPU-only torch, where the library must load all the same.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -47,17 +48,6 @@ class DeviceGuard {
   int previous_ = 0;
   int current_ = 0;
 };
-
-// What `look_up` finds of a device, kept: it must not be 0.
-template <int (*look_up)(const char* op, int32_t device_index)>
-int kept_of_device(const char* op, int32_t device_index) {
-  constexpr int kMaxDevices = 64;
-  static int known[kMaxDevices] = {};
-  FI_CHECK(device_index >= 0 && device_index < kMaxDevices, op, "expected a device index below ",
-           kMaxDevices, ", got ", device_index);
-  if (known[device_index] == 0) known[device_index] = look_up(op, device_index);
-  return known[device_index];
-}
 
 template <cudaDeviceAttr kAttribute>
 int device_attribute(const char* op, int32_t device_index) {

@@ -75,6 +75,11 @@ class QuantizedLinear(nn.Module):
         """ValueError if buffers do not fit together, or hold what no weight has."""
         raise NotImplementedError
 
+    def _check_apart(self, loaded: set[str]) -> None:
+        """ValueError if a buffer that was loaded, and that is no part of the weight, holds what
+        `_check_buffers` refuses.
+        """
+
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] in x's dtype.
 
@@ -141,9 +146,12 @@ class QuantizedLinear(nn.Module):
         self._adopt()
         fitting = {name for name, tensor in given.items() if tensor.shape == buffers[name].shape}
         self._note(fitting, [*buffers], prefix)
-        if fitting and not self._arrived and not error_msgs:
+        if fitting and not error_msgs:
             try:
-                self._check_buffers()
+                if self._arrived:
+                    self._check_apart(fitting)
+                else:
+                    self._check_buffers()
             except ValueError as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
 

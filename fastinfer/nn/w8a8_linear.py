@@ -237,10 +237,15 @@ class W8A8Linear(QuantizedLinear):
             return  # it has no scales that could be wrong
         finite = bool(self.weight_scale.isfinite().all())
         check(op, finite, "weight_scale: expected finite values")
-        if input_scale is not None:
-            value = input_scale.item()
+        self._check_apart({"input_scale"})
+
+    def _check_apart(self, loaded: set[str]) -> None:
+        scale = self.input_scale
+        if "input_scale" in loaded and scale is not None and not scale.is_meta:
+            value = scale.item()
             usable = 0 < value < float("inf")
-            check(op, usable, f"input_scale: expected a finite number above 0, got {value}")
+            message = f"input_scale: expected a finite number above 0, got {value}"
+            check(type(self).__name__, usable, message)
 
 
 class FP8Linear(W8A8Linear):

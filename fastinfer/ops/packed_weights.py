@@ -102,17 +102,17 @@ class PackedWeight:
             self.outliers.check(op, n, k, self.qweight)
         if self.perm is not None:
             check_tensor(op, "perm", self.perm, (k,), torch.int32)
-            if self.perm.is_meta:
-                return  # it has no entries that could be wrong
-            columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
-            found = self.perm.sort().values
-            check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
         for name, tensor in (
             ("qweight", self.qweight), ("scales", self.scales), ("zeros", self.zeros),
             ("perm", self.perm),
         ):  # fmt: skip
             dense = tensor is None or tensor.is_contiguous()
             check(op, dense, f"{name}: expected a contiguous tensor, as the products read it")
+        # On the meta device it has no entries that could be wrong.
+        if self.perm is not None and not self.perm.is_meta:
+            columns = torch.arange(k, dtype=torch.int32, device=self.perm.device)
+            found = self.perm.sort().values
+            check(op, torch.equal(found, columns), f"perm: expected each of 0 .. {k - 1} once")
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on another device."""
@@ -401,9 +401,9 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
 
         y = [x W_0^T | x W_1^T | ...]
 
-    Nothing is rounded: codes, scales, zero points and outliers stay what they are. Where a weight
-    without zeros meets one that has them it gets 2^(bits - 1), and scales (or outliers) of several
-    dtypes become the narrowest that holds all of them.
+    All is copied and nothing is rounded: codes, scales, zero points and outliers stay what they
+    are. Where a weight without zeros meets one that has them it gets 2^(bits - 1), and scales (or
+    outliers) of several dtypes become the narrowest that holds all of them.
 
     Args:
         weights: at least one, of equal bits, group_size, K and perm, on one device.
@@ -444,9 +444,8 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
         )
     scales = torch.cat([weight.scales for weight in weights], 1)
     outliers = concatenate_outliers([(w.shape[0], w.outliers) for w in weights], qweight.device)
-    return PackedWeight(
-        qweight, scales, zeros, first.perm, bits, first.group_size, (n, k), outliers
-    )
+    perm = None if first.perm is None else first.perm.clone()
+    return PackedWeight(qweight, scales, zeros, perm, bits, first.group_size, (n, k), outliers)
 
 
 def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:

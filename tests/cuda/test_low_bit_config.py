@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
 SMS = 132  # of an H200
 
 SIZES = [1, 40, 64, 100, 576, 1000, 4096, 6144, 8192, 10944, 14336, 28672, 151936]
@@ -40,17 +35,10 @@ Table = dict[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> tuple[Table, Table]:
-    program = tmp_path_factory.mktemp("config") / "low_bit_config"
-    source = HERE / "low_bit_config.cpp"
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run(
-        [compiler, "-std=c++20", "-O0", f"-I{SOURCES}", str(source), "-o", str(program)], check=True
-    )
+def tables(program) -> tuple[Table, Table]:
     requests = [("few", *request) for request in FEW] + [("many", *request) for request in MANY]
-    asked = "\n".join(" ".join(map(str, request)) for request in requests)
-    run = subprocess.run([str(program)], input=asked, capture_output=True, text=True, check=True)
-    answers = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    lines = program("low_bit_config")(*(" ".join(map(str, request)) for request in requests))
+    answers = [tuple(map(int, line.split())) for line in lines]
     assert len(answers) == len(requests)
     return dict(zip(FEW, answers, strict=False)), dict(zip(MANY, answers[len(FEW) :], strict=True))
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
 SMS = 132  # of an H200
 WARPGROUPS = 4
 FEATURES = (64, 96, 128, 160, 176, 192)  # of a tile with many rows
@@ -24,16 +19,9 @@ Table = dict[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory) -> Table:
-    program = tmp_path_factory.mktemp("config") / "scaled_mm_config"
-    source = HERE / "scaled_mm_config.cpp"
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run(
-        [compiler, "-std=c++20", "-O0", f"-I{SOURCES}", str(source), "-o", str(program)], check=True
-    )
-    asked = "\n".join(" ".join(map(str, request)) for request in REQUESTS)
-    run = subprocess.run([str(program)], input=asked, capture_output=True, text=True, check=True)
-    answers = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+def table(program) -> Table:
+    lines = program("scaled_mm_config")(*(" ".join(map(str, request)) for request in REQUESTS))
+    answers = [tuple(map(int, line.split())) for line in lines]
     return dict(zip(REQUESTS, answers, strict=True))
 
 

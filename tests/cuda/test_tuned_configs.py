@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "csrc" / "cuda" / "gemm"
 SMS = 132  # of an H200
 
 Numbers = tuple[int, ...]
@@ -24,22 +19,16 @@ MANY_CONFIG = (1, 64, 2, 0, 2)
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory) -> Ask:
+def ask(program) -> Ask:
     """Runs requests in one process; an answer each."""
-    program = tmp_path_factory.mktemp("tuned") / "tuned_configs"
-    sources = [str(HERE / "tuned_configs.cpp"), str(SOURCES / "tuned_configs.cpp")]
-    compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++20", "-O0", "-pthread", f"-I{SOURCES}"]
-    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    run = program("tuned_configs", "gemm/tuned_configs.cpp")
 
-    def run(*requests: str) -> list[str]:
-        answers = subprocess.run(
-            [str(program)], input="\n".join(requests), capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+    def one_each(*requests: str) -> list[str]:
+        answers: list[str] = run(*requests)
         assert len(answers) == len(requests)
-        return [answer.strip() for answer in answers]
+        return answers
 
-    return run
+    return one_each
 
 
 def words(*parts: object) -> str:
@@ -101,7 +90,8 @@ def test_short_k_is_not_cut_too_often(ask) -> None:
 @pytest.mark.parametrize(
     "shape",
     [(5, 8, 64, 64, 64), (4, 0, 64, 64, 64), (4, 8, 0, 64, 64), (4, 8, 64, -1, 64),
-     (4, 8, 64, 64, 0), (4, 32, 64, 256, 32)],
+     (4, 8, 64, 64, 0), (4, 32, 64, 256, 32), (4, 8, 2**31, 64, 64), (4, 8, 64, 2**63 - 1, 64),
+     (4, 2**63 - 1, 64, 64, 64)],
 )  # fmt: skip
 def test_products_that_the_kernels_do_not_take(ask, shape) -> None:
     assert usable(ask, [shape]) == [[]]
@@ -129,6 +119,20 @@ def test_entries_are_found_by_device_and_by_what_they_share(ask) -> None:
     }
     filled = setting("gpu", (FEW, FEW_CONFIG), (MANY, MANY_CONFIG))
     assert ask(filled, *answers) == ["2", *answers.values()]
+
+
+def test_of_entries_for_the_same_products_the_last_holds(ask) -> None:
+    """And all of them are counted."""
+    same = (4, 1, 28671, 4033, 64)
+    find, few, other = words("find", "gpu", FEW), words(FEW_CONFIG), words(OTHER_FEW_CONFIG)
+    unusable = (FEW, (0, 5, 16, 1, 0))
+    answers = ask(
+        setting("gpu", (FEW, FEW_CONFIG), (same, OTHER_FEW_CONFIG), unusable),
+        find,
+        setting("gpu", (same, OTHER_FEW_CONFIG), (FEW, FEW_CONFIG), (FEW, FEW_CONFIG)),
+        find,
+    )
+    assert answers == ["2", other, "3", few]
 
 
 def test_groups_as_long_as_k_are_one_kind(ask) -> None:

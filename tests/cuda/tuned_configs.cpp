@@ -2,7 +2,7 @@
 // and group size; a configuration its five numbers.
 //   "bucket" M                                 the bucket
 //   "usable" product, SMs                      configurations: the default, then all
-//   "set" name, count, (product, config) ...   how many remain
+//   "set" name, count, (product, config) ...   how many are usable
 //   "find" name, product                       the configuration, or "none"
 //   "race" product, two configurations         which of them was found by some thread, as two flags
 #include "tuned_configs.h"

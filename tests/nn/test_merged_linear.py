@@ -82,6 +82,24 @@ def test_parts_with_one_order_of_columns(sizes: tuple[int, ...]) -> None:
         MergedLinear(parts)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_parts_become_later_changes_nothing(count: int) -> None:
+    """A merged layer shares no memory with its parts."""
+    parts = [LowBitLinear.from_linear(nn.Linear(200, 64), outliers=0.02) for _ in range(count)]
+    for part in parts:
+        part.perm = torch.randperm(200, generator=torch.manual_seed(1), dtype=torch.int32)
+    merged, x = MergedLinear(parts), torch.randn(3, 200)
+    before = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+    for part in parts:
+        part.load_state_dict(
+            LowBitLinear(200, 64, 4, perm=True, outliers=256).state_dict()
+            | {"perm": torch.arange(200, dtype=torch.int32)}
+        )
+    for name, tensor in merged.state_dict().items():
+        assert_bit_equal(tensor, before[name], name)
+    assert merged(x).isfinite().all()
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("kind", ["plain", "perm", "outliers"])
 def test_merged_on_the_meta_device(kind: str, sizes: tuple[int, ...]) -> None:

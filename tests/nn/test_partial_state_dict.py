@@ -118,6 +118,22 @@ def test_what_may_be_replaced_alone(maker: Any) -> None:
     assert module(x).isfinite().all()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("value", [0.0, -0.5, torch.nan, torch.inf])
+def test_an_input_scale_is_checked_with_whatever_it_comes(value: float, assign: bool) -> None:
+    state = static().state_dict()
+    scale = torch.full((1, 1), value)
+    message = f"1: fastinfer::FP8Linear: input_scale: expected a finite number above 0, got {value}"
+    for names in ((), ("bias",), ("weight",), tuple(state)):
+        given = {f"1.{name}": state[name] for name in names} | {"1.input_scale": scale}
+        for module in (static(), fresh(static())):
+            with pytest.raises(RuntimeError, match=message) as error:
+                load(nn.Sequential(nn.ReLU(), module), given, assign)
+            assert str(error.value).count("input_scale") == 1
+    meta = fresh(static()).to("meta")
+    load(meta, {"input_scale": scale.to("meta")}, assign)
+
+
 def test_the_key_is_named_as_in_the_state_dict() -> None:
     made = nn.Sequential(nn.ReLU(), nn.ModuleDict({"out": low_bit()}))
     state = made.state_dict()

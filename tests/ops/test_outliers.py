@@ -82,6 +82,22 @@ def test_product(backend: Backend, m: int, dtype: torch.dtype) -> None:
         check(backend, bits, arguments)
 
 
+def test_many_of_a_feature_err_as_a_product_does(backend: Backend) -> None:
+    """In fp32, beside torch's own sum of their products. A sum of one after the other would err
+    three times as much.
+    """
+    for counts in ([15, 16, 17, 160, 161], [500] * 70):
+        arguments = make(4, 4, counts, 100, device=backend.device)
+        check(backend, 4, arguments)
+    out = backend.ops.int4_gemm(**arguments)
+    exact = reference.low_bit_gemm(4, **arguments)
+    codes = {name: x for name, x in arguments.items() if not name.startswith("outlier")}
+    x, columns = arguments["x"], arguments["outlier_columns"].long()
+    products = (x[:, columns] * arguments["outlier_values"]).view(4, 70, 500)
+    summed = reference.low_bit_gemm(4, **codes, dtype=torch.float32) + products.sum(-1)
+    assert_accurate(out, exact, summed)
+
+
 @by_dtype
 @pytest.mark.parametrize("value_dtype", DTYPES, ids=dtype_name)
 def test_dtypes_of_values_and_act_order(

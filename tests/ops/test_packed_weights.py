@@ -419,12 +419,17 @@ def test_no_weight_lies_beyond_the_levels(
     assert steps.max() <= (1.0 if symmetric else 0.51) * 1.001
 
 
-@pytest.mark.parametrize("name", ["scales", "zeros"])
-def test_parts_with_strides_are_refused_when_made(name: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["scales", "zeros", "perm"])
+def test_parts_with_strides_are_refused_when_made(name: str, device: str) -> None:
     """R10: not by the first product."""
-    whole = quantize_weight(torch.randn(256, 256), 4, 128)
+    whole = quantize_weight(torch.randn(256, 256), 4, 128).to(device)
     assert whole.zeros is not None
-    parts = {"scales": whole.scales[:, 128:], "zeros": whole.zeros[:, 128:]}
+    parts = {
+        "scales": whole.scales[:, 128:],
+        "zeros": whole.zeros[:, 128:],
+        "perm": torch.arange(512, dtype=torch.int32, device=device)[::2],
+    }
     dense = {n: x if n == name else x.contiguous() for n, x in parts.items()}
     with pytest.raises(ValueError, match=f"{name}: expected a contiguous tensor"):
-        PackedWeight(whole.qweight[2:], dense["scales"], dense["zeros"], None, 4, 128, (128, 256))
+        PackedWeight(whole.qweight[2:], **dense, bits=4, group_size=128, shape=(128, 256))

@@ -34,10 +34,15 @@ Key key_of(const LowBitShape& shape) {
   return {shape.bits, shape.n_tiles(), shape.k_tiles(), rows_bucket(shape.m), groups};
 }
 
+// Kernels count rows, features and columns in 32 bits.
+bool countable(int64_t size) {
+  return size >= 1 && size <= INT32_MAX;
+}
+
 bool taken(const LowBitShape& shape) {
   const bool known = shape.bits == 2 || shape.bits == 3 || shape.bits == 4 || shape.bits == 8;
-  const bool sized = shape.m >= 1 && shape.n >= 1 && shape.k >= 1 && shape.group_size >= 1;
-  return known && sized && (shape.few_rows() || !shape.many_scales());
+  const bool sized = countable(shape.m) && countable(shape.n) && countable(shape.k);
+  return known && sized && shape.group_size >= 1 && (shape.few_rows() || !shape.many_scales());
 }
 
 }  // namespace
@@ -85,18 +90,21 @@ LowBitConfig default_config(const LowBitShape& shape, int sms) {
 
 int64_t set_tuned_configs(const std::string& device_name, const std::vector<TunedEntry>& entries) {
   Table table;
+  int64_t usable = 0;
   for (const TunedEntry& entry : entries) {
     for (const LowBitConfig& config : usable_configs(entry.shape)) {
-      if (numbers_of(config) == entry.config) table.insert_or_assign(key_of(entry.shape), config);
+      if (numbers_of(config) != entry.config) continue;
+      table.insert_or_assign(key_of(entry.shape), config);
+      ++usable;
+      break;
     }
   }
-  const auto size = static_cast<int64_t>(table.size());
   Tables& all = tables();
   const std::unique_lock lock(all.mutex);
   all.of_name[all.number_of(device_name)] = std::move(table);
   any_tuned_configs = std::any_of(all.of_name.begin(), all.of_name.end(),
                                   [](const auto& named) { return !named.second.empty(); });
-  return size;
+  return usable;
 }
 
 int device_name_number(const std::string& device_name) {

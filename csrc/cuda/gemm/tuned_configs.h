@@ -38,7 +38,8 @@ struct TunedEntry {
 };
 
 // Replaces the table of the devices of this name. Entries that are not usable are left out, so
-// that a wrong table costs time at most. Returns how many remain.
+// that a wrong table costs time at most. Of those that stand for the same products (their sizes in
+// tiles, bucket and kind of groups are equal) the last holds. Returns how many are usable.
 int64_t set_tuned_configs(const std::string& device_name, const std::vector<TunedEntry>& entries);
 
 // A name's number, from 1 on: what tables are looked up by.
