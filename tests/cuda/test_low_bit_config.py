@@ -10,7 +10,8 @@ SMS = 132  # of an H200
 
 SIZES = [1, 40, 64, 100, 576, 1000, 4096, 6144, 8192, 10944, 14336, 28672, 151936]
 FEW = list(itertools.product((2, 3, 4, 8), (0, 1), SIZES, SIZES, (78, 114, SMS)))
-MANY = list(itertools.product((17, 32, 64, 65, 128, 256, 300, 512, 4096), SIZES, SIZES, (1, 2), (78, 114, SMS)))
+ROWS = (17, 32, 64, 65, 128, 256, 300, 512, 4096)
+MANY = list(itertools.product(ROWS, SIZES, SIZES, (1, 2), (78, 114, SMS)))
 # Few rows, 4 bits, groups of 64 and more: what was fastest of all shapes and clusters on one H200.
 FASTEST = {
     (28672, 4096): (7, 8, 1),
