@@ -20,6 +20,8 @@ SHAPES = {
     "cuda": [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672)],
 }
 ROWS = {"cpu": [1, 16, 256], "cuda": [1, 8, 16, 32, 64, 128, 256, 1024, 4096]}
+# Of the largest shapes, as in a prefill of many prompts.
+MOST_ROWS = {"cpu": [], "cuda": [(28672, 4096, 8192), (8192, 28672, 8192)]}
 # The other widths, where the weight counts.
 SIBLINGS = {"cpu": (2048, 2048), "cuda": (8192, 28672)}
 SIBLING_ROWS = [1, 8, 256]
@@ -38,6 +40,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("fused_rows", (NORM_ROWS if norm else GATED_ROWS)[device])
         return
     cases = [(4, *shape, m) for shape in SHAPES[device] for m in ROWS[device]]
+    cases += [(4, *case) for case in MOST_ROWS[device]]
     cases += [(bits, *SIBLINGS[device], m) for bits in (2, 3, 8) for m in SIBLING_ROWS]
     ids = [f"int{bits}-{n}x{k}-m{m}" for bits, n, k, m in cases]
     metafunc.parametrize(("bits", "n", "k", "m"), cases, ids=ids)

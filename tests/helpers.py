@@ -60,6 +60,28 @@ def assert_accurate(
     )
 
 
+def assert_same_but_for_rounding(actual: Tensor, other: Tensor, what: str = "out") -> None:
+    """Results of one product by two kernels, of which either may round weights to the dtype first.
+
+    Rounding moves a result by one step at most between the two. A rounded weight errs by up to
+    eps / 2, in the mean by eps / 12^0.5 at most; so does a sum of terms of either sign, relative to
+    what such sums are like: their rms. The largest of many lies within six deviations, and the two
+    kernels' differ by less than twice that.
+    """
+    assert actual.dtype == other.dtype, f"{what}: {actual.dtype} != {other.dtype}"
+    assert actual.shape == other.shape, f"{what}: {actual.shape} != {other.shape}"
+    assert_same_nonfinite(actual, other, what)
+    finite = actual.isfinite()
+    got, expected = actual.double()[finite], other.double()[finite]
+    eps = torch.finfo(actual.dtype).eps
+    allowed = eps * (expected.abs() + 12 * 12**-0.5 * _rms(expected))
+    excess = (got - expected).abs() - allowed
+    assert excess.numel() == 0 or excess.max() <= 0, (
+        f"{what}: {excess.max():.3e} more than {allowed[excess.argmax()]:.3e} from the other"
+        f" kernel's ({dtype_name(actual.dtype)})"
+    )
+
+
 def assert_lse_of_large_scores(actual: Tensor, reference: Tensor) -> None:
     """lse within what tensor cores lose of a score and of its terms: some of their last 24 bits."""
     torch.testing.assert_close(actual.double(), reference, rtol=4e-6, atol=2e-5)

@@ -109,8 +109,9 @@ def test_the_tuner_measures(device: str) -> None:
     from fastinfer import tuner
 
     problems = tuner.groups([(1024, 2048)], [1, 16, 100], 4, 128)
-    found = tuner.Device(device, 132)
+    found = tuner.find_device("int4_gemm")
+    assert found.name == device
     for together in problems:
-        decision = tuner.decide(together, 132, lambda p: tuner.open_gpu_bench(p, found))
+        decision = tuner.decide(together, found.sms, lambda p: tuner.open_gpu_bench(p, found))
         assert decision is not None and 0 < decision.us <= decision.default_us < 1e4
         assert not decision.wrong

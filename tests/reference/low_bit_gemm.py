@@ -105,10 +105,11 @@ def low_bit_gemm(
     outlier_columns: Tensor | None = None,
     outlier_values: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    factors: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
     """x W^T + bias, and the `epilogue`. W is what the codes stand for and the outliers, rounded to
-    `dtype` first; x is normalised if there is a norm_weight.
+    `factors` and `dtype` first; x is normalised if there is a norm_weight.
     """
     weight = dequantized(qweight, scales, zeros, bits=bits, group_size=group_size, k=x.shape[1])
     if outlier_offsets is not None:
@@ -117,7 +118,7 @@ def low_bit_gemm(
                 outlier_columns[begin:end].tolist(), outlier_values[begin:end], strict=True
             ):
                 weight[n, column] += value.double()
-    weight = weight.to(dtype)
+    weight = weight.to(factors or dtype).to(dtype)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, weight_offset=norm_weight_offset, dtype=dtype)
     if perm is not None:

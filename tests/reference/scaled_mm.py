@@ -29,12 +29,16 @@ def fp8_scaled_mm(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float64,
+    factors: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
-    """The product of what the codes stand for, rounded to `dtype` first, and the `epilogue`."""
+    """The product of what the codes stand for, rounded to `factors` and `dtype` first, and the
+    `epilogue`.
+    """
     (m, k), n = a.shape, b.shape[0]
-    x = (a.double() * _spread(a_scale, m, k, 1).double()).to(dtype)
-    weight = (b.double() * _spread(b_scale, n, k, BLOCK).double()).to(dtype)
+    x = a.double() * _spread(a_scale, m, k, 1).double()
+    weight = b.double() * _spread(b_scale, n, k, BLOCK).double()
+    x, weight = (t.to(factors or dtype).to(dtype) for t in (x, weight))
     out = x @ weight.T
     return epilogue(out if bias is None else out + bias.to(dtype), **options)
 
