@@ -5,9 +5,12 @@
 #include <type_traits>
 
 #include "../ptx/cluster.h"
+#include "../ptx/named_barrier.h"
 #include "result.cuh"
 
 namespace fastinfer::cuda {
+
+constexpr int kSumsBarrier = 15;  // a named one; kernels have others from 1 on
 
 // Shares out features, from first_feature on of n in all, by tokens among the threads of a cluster:
 // `visit(token, feature)`.
@@ -60,10 +63,17 @@ __device__ inline void whole_sums(const Sum (&sums)[kSplits][kTokens][kPitch], i
   }
 }
 
-// Before sums are read, and after the last: called by all threads of a cluster.
+// Among the kThreads of each block that add up; others may have ended.
+template <int kThreads>
+__device__ inline void sync_sums_of_block() {
+  ptx::named_barrier_sync(kSumsBarrier, kThreads);
+}
+
+// Before sums are read, and after the last.
+template <int kThreads>
 __device__ inline void sums_are_written() {
   if (ptx::cluster_size() == 1) {
-    __syncthreads();
+    sync_sums_of_block<kThreads>();
   } else {
     ptx::cluster_sync();
   }
@@ -73,7 +83,7 @@ __device__ inline void sums_are_read() {
   if (ptx::cluster_size() > 1) ptx::cluster_sync_relaxed();
 }
 
-// The sums to a result (ResultParams), between the two above, by kThreads of each block:
+// The sums to a result (ResultParams), by kThreads of each block between the two above:
 // `to_y(sum, row, feature)` is y without its bias. Where rows of the result allow it, eight columns
 // at a time. Gates are the first half of a block's features, and what they multiply is the second.
 template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class ToY>
@@ -120,7 +130,7 @@ __device__ inline void finish_cluster(const ResultParams& r,
 template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class Store>
 __device__ inline void add_up_cluster(const Sum (&sums)[kSplits][kTokens][kPitch],
                                       int32_t first_feature, int32_t n, int tokens, Store store) {
-  sums_are_written();
+  sums_are_written<kThreads>();
   each_of_cluster<kFeatures, kThreads>(first_feature, n, tokens, [&](int token, int32_t feature) {
     store(whole_sum(sums, token, feature - first_feature), token, feature);
   });

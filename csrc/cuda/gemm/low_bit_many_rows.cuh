@@ -435,18 +435,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     Ring<Traits::kStages> stage;
     copy_begin<Traits>(p, tile);
     copy_tile<Traits>(p, &x_map, tile, smem, stage);
-    __syncthreads();
-    sums_are_written();
-    sums_are_read();
   } else {
+    constexpr int kThreads = 128 * Traits::kWarpgroups;
     ptx::registers_increase<Traits::kRegisters>();
     ManyRowsWarpgroup<Traits> w(p, smem, warpgroup);
     w.multiply(tile);
-    __syncthreads();  // all stages have been read
+    sync_sums_of_block<kThreads>();  // all stages have been read
     w.publish(smem.sums[warpgroup / Traits::kFeatureTiles],
               warpgroup % Traits::kFeatureTiles * Traits::kTile);
-    sums_are_written();
-    finish_cluster<Traits::kFeatures, 128 * Traits::kWarpgroups>(
+    sums_are_written<kThreads>();
+    finish_cluster<Traits::kFeatures, kThreads>(
         p.result, smem.sums, tile.first_tile * Traits::kTile, tile.first_token,
         min(Traits::kTokens, p.m - tile.first_token), [](float sum, int, int32_t) { return sum; });
     sums_are_read();

@@ -206,10 +206,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (threadIdx.x / 32 % 4 == 2) copy_few_tokens_scales<Traits>(p, part, smem);
     }
     copy_few_tokens<Traits>(p, maps, part, smem);
-    __syncthreads();
-    sums_are_written();
-    sums_are_read();
   } else {
+    constexpr int kThreads = 128 * Traits::kWarpgroups;
     ptx::registers_increase<112>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int split = warpgroup / Traits::kFeatureTiles;
@@ -261,7 +259,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
       if (lane == 0) smem.empty[stage.index].arrive();
     }
-    __syncthreads();  // all stages have been read
+    sync_sums_of_block<kThreads>();  // all stages have been read
     // sums[i]: features 16 warp + lane / 4 (+ 8) of tokens 8 (i / 4) + 2 (lane % 4) (+ 1).
     const int feature = warpgroup % Traits::kFeatureTiles * Traits::kTile + 16 * warp + lane / 4;
 #pragma unroll
@@ -271,9 +269,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kFp8) to = sums[i];
       if constexpr (!Traits::kFp8) to = part_sums[i];
     }
-    sums_are_written();
+    sums_are_written<kThreads>();
     ptx::grid_dependency_wait();
-    finish_cluster<Traits::kFeatures, 128 * Traits::kWarpgroups>(
+    finish_cluster<Traits::kFeatures, kThreads>(
         p.result, smem.sums, part.first_column, part.first_token,
         min(Traits::kTokens, p.m - part.first_token),
         [&](typename Traits::Sum sum, int64_t row, int32_t n) {
