@@ -23,7 +23,8 @@ __device__ inline void each_of_cluster(int32_t first_feature, int32_t n, int tok
   }
 }
 
-// The whole sum of a cluster's blocks, and within them of their parts [kSplits].
+// The whole sum of a cluster's blocks, 1 or an even number, and within them of their parts
+// [kSplits]. Two are loaded before one is waited for.
 template <class Sum, int kSplits, int kTokens, int kPitch>
 __device__ inline Sum whole_sum(const Sum (&sums)[kSplits][kTokens][kPitch], int token,
                                 int feature) {
@@ -32,16 +33,34 @@ __device__ inline Sum whole_sum(const Sum (&sums)[kSplits][kTokens][kPitch], int
 #pragma unroll
   for (int split = 0; split < kSplits; ++split) {
     const Sum* own = &sums[split][token][feature];
-    if (blocks == 1) {
-      sum += *own;
-    } else {
-      for (uint32_t block = 0; block < blocks; ++block) sum += ptx::cluster_load(own, block);
+    if (blocks == 1) sum += *own;
+    for (uint32_t block = 0; block + 1 < blocks; block += 2) {
+      const Sum first = ptx::cluster_load(own, block), second = ptx::cluster_load(own, block + 1);
+      sum += first;
+      sum += second;
     }
   }
   return sum;
 }
 
-// Eight neighbouring ones; kPitch is a multiple of 4.
+// Those of eight neighbours; kPitch is a multiple of 4.
+template <int kBlocks, class Sum>
+__device__ inline void add_eight_of_blocks(const Sum* own, uint32_t first, Sum (&eight)[8]) {
+  Sum fours[kBlocks][2][4];
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ptx::cluster_load_four(own + 4 * i, first + block, fours[block][i]);
+    }
+  }
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight[i] += fours[block][i / 4][i % 4];
+  }
+}
+
 template <class Sum, int kSplits, int kTokens, int kPitch>
 __device__ inline void whole_sums(const Sum (&sums)[kSplits][kTokens][kPitch], int token,
                                   int feature, Sum (&eight)[8]) {
@@ -51,14 +70,13 @@ __device__ inline void whole_sums(const Sum (&sums)[kSplits][kTokens][kPitch], i
   for (Sum& sum : eight) sum = 0;
 #pragma unroll
   for (int split = 0; split < kSplits; ++split) {
-    for (uint32_t block = 0; block < blocks; ++block) {
+    const Sum* own = &sums[split][token][feature];
+    if (blocks == 1) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        Sum four[4];
-        ptx::cluster_load_four(&sums[split][token][feature + i], block, four);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) eight[i + j] += four[j];
-      }
+      for (int i = 0; i < 8; ++i) eight[i] += own[i];
+    }
+    for (uint32_t block = 0; block + 1 < blocks; block += 2) {
+      add_eight_of_blocks<2>(own, block, eight);
     }
   }
 }

@@ -127,7 +127,8 @@ constexpr bool many_rows_cluster_usable(ManyRowsShape shape, int cluster, int64_
 // K; gates and what they multiply lie in one block.
 inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
                                        int sms, bool light = true, bool gated = false) {
-  constexpr int64_t kBeginAndEnd = 250, kAddParts = 300, kPartialBytes = 40'000;
+  constexpr int64_t kBeginAndEnd = 280, kTwiceTheBlocks = 220;
+  constexpr int64_t kAddParts = 300, kPartialBytes = 40'000;
   const int64_t stages = (k_tiles + 1) / 2;
   ManyRowsConfig best{};
   int64_t best_cost = -1;
@@ -148,6 +149,8 @@ inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_til
       if (shape.shared && cluster > 1) {
         // Sums in fp32, written and read.
         cost += kAddParts + cluster * m * n_tiles * 64 * 8 / kPartialBytes;
+      } else {
+        for (int blocks = 2; blocks <= cluster; blocks *= 2) cost += kTwiceTheBlocks;
       }
       if (best_cost < 0 || cost < best_cost) best = {shape, cluster}, best_cost = cost;
     }
