@@ -26,6 +26,7 @@ MOST_ROWS = {"cpu": [], "cuda": [(28672, 4096, 8192), (8192, 28672, 8192)]}
 SIBLINGS = {"cpu": (2048, 2048), "cuda": (8192, 28672)}
 SIBLING_ROWS = [1, 8, 256]
 FUSED = {"cpu": (2048, 2048), "cuda": (28672, 4096)}
+HALF_ROWS: dict[str, list[int]] = {"cpu": [], "cuda": [16, 64, 256, 1024]}
 GATED_ROWS = {"cpu": [16], "cuda": [64, 256, 1024, 4096]}
 NORM_ROWS = {"cpu": [1], "cuda": [1, 8]}
 NORM_SHAPE = {"cpu": (2048, 2048), "cuda": (6144, 4096)}
@@ -39,11 +40,18 @@ def pytest_generate_tests(metafunc):
         norm = "norm" in metafunc.function.__name__
         metafunc.parametrize("fused_rows", (NORM_ROWS if norm else GATED_ROWS)[device])
         return
-    cases = [(4, *shape, m) for shape in SHAPES[device] for m in ROWS[device]]
-    cases += [(4, *case) for case in MOST_ROWS[device]]
-    cases += [(bits, *SIBLINGS[device], m) for bits in (2, 3, 8) for m in SIBLING_ROWS]
-    ids = [f"int{bits}-{n}x{k}-m{m}" for bits, n, k, m in cases]
-    metafunc.parametrize(("bits", "n", "k", "m"), cases, ids=ids)
+    cases = [(4, *shape, m, DTYPE[device]) for shape in SHAPES[device] for m in ROWS[device]]
+    cases += [(4, *case, DTYPE[device]) for case in MOST_ROWS[device]]
+    for bits in (2, 3, 8):
+        cases += [(bits, *SIBLINGS[device], m, DTYPE[device]) for m in SIBLING_ROWS]
+    cases += [(4, *FUSED[device], m, torch.float16) for m in HALF_ROWS[device]]
+    ids = [f"int{bits}-{n}x{k}-m{m}{half(dtype)}" for bits, n, k, m, dtype in cases]
+    metafunc.parametrize(("bits", "n", "k", "m", "dtype"), cases, ids=ids)
+
+
+def half(dtype: torch.dtype) -> str:
+    """What tells cases in fp16 from others."""
+    return "/fp16" if dtype == torch.float16 else ""
 
 
 def work(bits: int, n: int, k: int, m: int, columns: int, dtype: torch.dtype) -> dict[str, int]:
@@ -56,9 +64,8 @@ def work(bits: int, n: int, k: int, m: int, columns: int, dtype: torch.dtype) ->
     }
 
 
-def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
-    device, dtype = suite.device, DTYPE[suite.device.type]
-    op = OPS[bits]
+def case(suite: Suite, bits: int, n: int, k: int, m: int, dtype: torch.dtype) -> Case:
+    device, op = suite.device, OPS[bits]
 
     def make() -> tuple[torch.Tensor, ...]:
         x = torch.randn(m, k, device=device).to(dtype)
@@ -68,16 +75,20 @@ def case(suite: Suite, bits: int, n: int, k: int, m: int) -> Case:
         return x, qweight, scales, torch.randn(n, k, device=device).to(dtype)
 
     return Case(
-        name=f"int{bits}_gemm/g{GROUP}/{n}x{k}/m{m}",
+        name=f"int{bits}_gemm/g{GROUP}/{n}x{k}/m{m}{half(dtype)}",
         make=make,
         run=lambda x, qweight, scales, weight: op(x, qweight, scales, group_size=GROUP),
-        peers={PEER[device.type]: lambda x, qweight, scales, weight: F.linear(x, weight)},
+        peers={
+            "cublas_fp16" if half(dtype) else PEER[device.type]: (
+                lambda x, qweight, scales, weight: F.linear(x, weight)
+            )
+        },
         **work(bits, n, k, m, n, dtype),
     )
 
 
-def test_gemm(record, suite, bits, n, k, m):
-    record(case(suite, bits, n, k, m))
+def test_gemm(record, suite, bits, n, k, m, dtype):
+    record(case(suite, bits, n, k, m, dtype))
 
 
 def inputs_of(suite: Suite, n: int, k: int, m: int) -> tuple[torch.Tensor, ...]:

@@ -8,8 +8,8 @@ features:
 
 Sums are formed in fp32, what follows the product is in fp32, and the result is rounded once. Codes
 are multiplied exactly, and a group's sum is scaled in fp32; on Hopper, with more than 16 rows of x
-in 16 bits, each weight is rounded to x's type instead, as dequantizing it would. Errors are
-ValueError and name the op, the argument, what was expected and what came.
+in 16 bits, scales and then weights are rounded to x's type instead, as dequantizing them would.
+Errors are ValueError and name the op, the argument, what was expected and what came.
 
 `qweight` holds the codes in the layout of fastinfer/ops/packed_weights.py, which also makes it.
 """

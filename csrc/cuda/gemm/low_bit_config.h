@@ -122,6 +122,11 @@ constexpr bool many_rows_cluster_usable(ManyRowsShape shape, int cluster, int64_
   return parts == 1 || stages / parts >= 2;
 }
 
+// Whether the sums of parts that are added up later, in fp32, take at most 256 MB.
+constexpr bool many_rows_parts_fit(int64_t m, int64_t n_tiles, int parts) {
+  return parts == 1 || m <= (int64_t{256} << 20) / (n_tiles * 64 * 4 * parts);
+}
+
 // The time of a block is that of its stages and of its beginning and end. A multiprocessor has one
 // block. Results that are not light (result.h) have kernels whose blocks make one tile, or parts of
 // K; gates and what they multiply lie in one block.
@@ -140,6 +145,7 @@ inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_til
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
       if (!many_rows_cluster_usable(shape, cluster, k_tiles)) break;
       if (shape.shared && cluster == 1 && !light) continue;
+      if (shape.shared && !many_rows_parts_fit(m, n_tiles, cluster)) break;
       const int64_t parts = int64_t{shape.splits} * cluster;
       // Larger clusters do not fit everywhere.
       const int64_t slots = shape.shared ? sms / 2 : cluster > 2 ? sms * 9 / 10 : sms;

@@ -122,7 +122,10 @@ cudaError_t launch(const LowBitGemmProblem& p, const Tensor& out, int device, cu
     return low_bit_few_rows<kBits>(params, bf16, many_scales, config, device, stream);
   }
   const int groups = shape.stage_groups();
-  const auto tuned = params.result.plain ? tuned_config<ManyRowsConfig>(name, shape) : std::nullopt;
+  auto tuned = params.result.plain ? tuned_config<ManyRowsConfig>(name, shape) : std::nullopt;
+  if (tuned && tuned->shape.shared && !many_rows_parts_fit(p.m, params.n_tiles, tuned->cluster)) {
+    tuned.reset();  // measured with fewer rows
+  }
   const auto config = tuned ? *tuned
                             : many_rows_config(p.m, params.n_tiles, params.k_tiles, groups, sms,
                                                params.result.light, p.epilogue.gated);

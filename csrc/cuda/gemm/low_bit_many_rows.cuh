@@ -2,17 +2,18 @@
 // checks, choice and launch live in low_bit_gemm.cu.
 //
 // A warpgroup makes a tile of 64 output features by some rows of x. It decodes the features' codes
-// to weights, rounded to x's type, as the first operand of wgmma, in registers, where a warp finds
-// its 16 features as they are packed; rows of x are the second, in shared memory. So the product is
-// transposed. While one part of the weights is multiplied the next is decoded: nothing but that
-// part's registers is waited for. Warps of a fifth warpgroup copy: x by TMA, weights and scales as
-// they are.
+// to weights in x's type (the scale is rounded to it, and then the weight), as the first operand of
+// wgmma, in registers, where a warp finds its 16 features as they are packed; rows of x are the
+// second, in shared memory. So the product is transposed. While one part of the weights is
+// multiplied the next is decoded: nothing but that part's registers is waited for. Warps of a fifth
+// warpgroup copy: x by TMA, weights and scales as they are.
 //
 // Two kernels share this. While the weights' bytes are what takes time, the warpgroups share out a
 // block's features and its part of K, and the blocks of a cluster cut K further. For more rows
 // blocks go from tile to tile, and two share the rows of x they copy.
 #pragma once
 
+#include "../ptx/grid_dependency.h"
 #include "../ptx/lane_id.h"
 #include "../ptx/named_barrier.h"
 #include "../ptx/setmaxnreg.h"
@@ -83,19 +84,38 @@ struct ManyRowsWarpgroup {
     }
   }
 
-  // Over the stages that this warpgroup multiplies. Four lanes have the same features.
+  // Over the stages that this warpgroup multiplies. Four lanes have the same features, and each
+  // loads some groups' scales before it waits for one.
   __device__ void find_units(int32_t n_tile, int32_t first_stage, int32_t end_stage) {
+    constexpr int kAtOnce = 8;
     constexpr int32_t kColumns = Traits::kStageTiles * Traits::kTile;
     const int32_t first = p.group_size.quotient(min(first_stage * kColumns, p.k - 1));
     const int32_t last = p.group_size.quotient(min(end_stage * kColumns, p.k) - 1);
+    const bool wide = p.scale_format == FloatFormat::kFloat;
+    const uint32_t* words = static_cast<const uint32_t*>(p.scales);
+    const uint16_t* halves = static_cast<const uint16_t*>(p.scales);
+    ptx::grid_dependency_wait();  // an earlier kernel may write the scales
     float largest[2] = {kLeastUnit, kLeastUnit};
-#pragma unroll 8
-    for (int32_t group = first + lane % 4; group <= last; group += 4) {
+#pragma unroll 1
+    for (int32_t group = first + lane % 4; group <= last; group += 4 * kAtOnce) {
+      uint32_t bits[kAtOnce][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int32_t n = min(n_tile * Traits::kTile + 16 * warp + lane / 4 + 8 * i, p.n - 1);
-        const float scale = fabsf(load_scalar(p.scales, p.scale_format, int64_t{group} * p.n + n));
-        if (scale < INFINITY) largest[i] = fmaxf(largest[i], scale);
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int64_t row = int64_t{min(group + 4 * j, last)} * p.n;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int32_t n = min(n_tile * Traits::kTile + 16 * warp + lane / 4 + 8 * i, p.n - 1);
+          bits[j][i] = wide ? words[row + n] : halves[row + n];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float half = half_to_float(static_cast<uint16_t>(bits[j][i]), p.scale_format);
+          const float scale = fabsf(wide ? __uint_as_float(bits[j][i]) : half);
+          if (scale < INFINITY) largest[i] = fmaxf(largest[i], scale);
+        }
       }
     }
 #pragma unroll
@@ -104,10 +124,12 @@ struct ManyRowsWarpgroup {
       for (int other = 1; other < 4; other *= 2) {
         largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], other));
       }
-      units[i] = largest[i];
+      units[i] = fminf(largest[i], kLargestUnit);
+      // Scales of 16 bits are exact in units of a power of two.
+      if (!wide) units[i] = __uint_as_float(__float_as_uint(units[i]) & 0x7f800000);
     }
   }
-  static constexpr float kLeastUnit = 0x1p-100f;  // has a reciprocal
+  static constexpr float kLeastUnit = 0x1p-100f, kLargestUnit = 0x1p126f;  // have reciprocals
 
   __device__ Group load_group(const Stage& stage, int index) const {
     Group group;
@@ -216,11 +238,11 @@ struct ManyRowsWarpgroup {
     const int32_t first = tile.template first_of<Traits::kSplits>(split);
     const int32_t end = tile.template first_of<Traits::kSplits>(split + 1);
     const int32_t stages = tile.template stages<Traits::kSplits>();
-#pragma unroll
-    for (float& sum : sums) sum = 0.0f;
     if constexpr (!Codes::kBf16) {
       find_units(n_tile_of<Traits>(p, tile, warpgroup % Traits::kFeatureTiles), first, end);
     }
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
     Operands parts[2];
     const auto before = [&] { return (stage.index == 0 ? Traits::kStages : stage.index) - 1; };
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// What low-bit products of many rows have in shared memory, and the thread that copies it there.
+// What low-bit products of many rows have in shared memory, and the warps that copy it there.
 #pragma once
 
 #include <type_traits>
@@ -58,6 +58,7 @@ struct ManyRowsTraits {
   static constexpr int kStagingBytes = kShared ? kWarpgroups * sizeof(Staging) : 0;
   static constexpr int kMostStages = (226 * 1024 - kStagingBytes) / kStageBytes;
   static constexpr int kStages = kMostStages < 8 ? kMostStages : 8;
+  static_assert(kStages >= 2);  // one is given back when products of the next are queued
 
   struct SharedSmem {
     PaddedStage stages[kStages];
@@ -103,7 +104,7 @@ __device__ uint32_t stage_weight_bytes(const LowBitParams& p, int32_t k) {
   return min(Traits::kStageTiles, p.k_tiles - k * Traits::kStageTiles) * 16 * Traits::kTileVectors;
 }
 
-// Before anything may be read that an earlier kernel writes: weights are not, and are on their way.
+// Before anything may be read that an earlier kernel writes: the weights are only brought into L2.
 template <class Traits>
 __device__ void copy_begin(const LowBitParams& p, const ManyRowsTile& tile) {
   if (threadIdx.x % 128 == 0) {

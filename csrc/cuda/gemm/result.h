@@ -24,7 +24,7 @@ struct ResultParams {
   OutFormat out_format;
   int32_t columns;     // N, or N / 2 if gated
   bool plain;          // y itself, in 16 bits
-  bool light;          // in 16 bits, and of y alone without error functions
+  bool light;          // in 16 bits, without a residual and without the gelu of erf
   bool out_in_eights;  // columns a multiple of 8 and rows of out aligned to 16 bytes
 };
 

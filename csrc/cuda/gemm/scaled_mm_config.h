@@ -6,7 +6,8 @@
 
 namespace fastinfer::cuda {
 
-// Rows of a, at most, for which the weights' bytes are what takes time.
+// Rows of a that a block has, at most, where the weights' bytes are what takes time: up to twice as
+// many rows in all.
 constexpr int kMostFewTokens = 64;
 constexpr int kMmColumns = 128;  // of K, of a stage
 
