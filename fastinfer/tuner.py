@@ -216,9 +216,7 @@ def _model_config(model: str) -> ModelConfig:
         path = path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"fastinfer tune: --model: there is no file {path}")
-    fields = read_json(path)
-    fields.pop("quantization_config", None)  # shapes do not depend on it
-    return ModelConfig.from_hf(fields)
+    return ModelConfig.from_hf(read_json(path))
 
 
 def _check_format(bits: int, group_size: int) -> None:

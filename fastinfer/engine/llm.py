@@ -52,7 +52,9 @@ class LLM:
         batching: "continuous", or "static" as a baseline for measurements: see `StaticScheduler`.
         enforce_eager: record no CUDA graphs; no effect on the CPU.
         load_format: "auto", "safetensors", "gguf", or "dummy": random weights, by the config alone.
-        quantization: such as "int4" or "fp8": rounds layers' weights, or activations too; `load`.
+        quantization: such as "int4" or "fp8": rounds layers' weights, or activations too; see
+            `load`. A checkpoint that is quantized already (GPTQ, AWQ, compressed-tensors) runs on
+            its own codes, without this.
         seed: of the generator that gives requests without a seed theirs.
 
     Raises:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import Tensor
+
+from fastinfer.ops.packed_weights import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class CheckpointTensor:
     """Reads it into a tensor of that shape, of any float type, strides and device."""
     is_buffer: bool = False
     """Not a weight: it follows from the config, and is left out."""
+    read_codes: Callable[[torch.device], PackedWeight] | None = None
+    """Of a projection that is quantized in the file: its weight as it is, on a device."""
+    beside_codes: bool = False
+    """The bias of such a projection, which some writers add as zeros where a model has none."""
 
 
 def extra(module: str, purpose: str) -> ModuleType:

@@ -167,6 +167,8 @@ class ModelConfig:
     def from_hf(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """From the contents of a Hugging Face config.json.
 
+        A `quantization_config` is left aside: how weights are stored changes no shape.
+
         Raises:
             ValueError: an unknown architecture, a missing or malformed key, or a feature that is
                 not supported; named.
@@ -244,12 +246,6 @@ class ModelConfig:
 
 def _refuse_hf_features(fields: Mapping[str, Any]) -> None:
     """Raises for what would change the result but is not implemented in any family."""
-    quantization = fields.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        )
-        raise ValueError(f"model config: quantization_config ({method!r}) is not supported")
     for key in _EXPERTS:
         if fields.get(key):
             raise unsupported(key, fields[key], "a dense model")

@@ -39,11 +39,13 @@ class Decoder(nn.Module):
         quantization: one of `fastinfer.models.linear.QUANTIZATIONS`: what layers' projections
             become when they are packed; embeddings, norms and the output projection are not
             quantized. None: nothing is.
+        deferred: the weights of projections have no memory before `Linear.allocate`, for those that
+            are given as codes instead (`Linear.set_codes`).
 
-    The weights are unset until `weight_slots` are filled; those of a quantized layer have memory
-    between its `allocate` and its `pack` only. On the CPU in fp32, after `pack_weights`, each
-    token's result is the same bit for bit whatever else is in the batch and however its prompt was
-    cut into chunks.
+    The weights are unset until `weight_slots` are filled; plain weights of a layer that is
+    quantized or deferred have memory between `Linear.allocate` and the layer's `pack` only. On the
+    CPU in fp32, after `pack_weights`, each token's result is the same bit for bit whatever else is
+    in the batch and however its prompt was cut into chunks.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Decoder(nn.Module):
         device: torch.device,
         max_model_len: int,
         quantization: str | None = None,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.quantization = quantization
+        self.deferred = deferred
         self.embed_tokens = empty((config.vocab_size, config.hidden_size), dtype, device)
         self.embed_positions: nn.Parameter | None = None
         if config.positions == "learned":
@@ -68,12 +72,19 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(scale).to(dtype).item()
         self._kinds, self._kind_of_layer = _attention_kinds(config, max_model_len)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device, quantization=quantization)
+            DecoderLayer(
+                config, dtype=dtype, device=device, quantization=quantization, deferred=deferred
+            )
             for _ in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)
         self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            dtype=dtype,
+            device=device,
+            deferred=deferred,
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
@@ -147,6 +158,12 @@ class Decoder(nn.Module):
         names = architecture(self.config.architecture).names
         slots = self.layer(i).weight_slots(names)
         return {f"{names.layers}.{i}.{name}": slot for name, slot in slots.items()}
+
+    def layer_projections(self, i: int) -> dict[str, tuple[Linear, int]]:
+        """As `DecoderLayer.projections`, by the names of `weight_slots`."""
+        names = architecture(self.config.architecture).names
+        found = self.layer(i).projections(names)
+        return {f"{names.layers}.{i}.{name}": place for name, place in found.items()}
 
     def pack_weights(self) -> None:
         """Brings the filled projections into their fastest layout, one by one."""

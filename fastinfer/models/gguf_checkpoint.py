@@ -40,6 +40,8 @@ _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: a few MB, whatever the tenso
 class GGUFCheckpoint:
     """Config and weights of a GGUF file; raises ValueError as `GGUFFile` and `ModelConfig` do."""
 
+    quantization: str | None = None  # its types are dequantized on load
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = GGUFFile(path)

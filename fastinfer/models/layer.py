@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,8 @@ class AttentionStep:
 class DecoderLayer(nn.Module):
     """One layer; ``config`` says which norms, biases and activation it has.
 
-    With ``quantization`` its projections are quantized, as `Linear` says.
+    With ``quantization`` its projections are quantized, as `Linear` says; with ``deferred`` they
+    have no memory before `allocate`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         quantization: str | None = None,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -55,7 +57,13 @@ class DecoderLayer(nn.Module):
 
         def linear(n_in: int, n_out: int, bias: bool) -> Linear:
             return Linear(
-                n_in, n_out, bias=bias, dtype=dtype, device=device, quantization=quantization
+                n_in,
+                n_out,
+                bias=bias,
+                dtype=dtype,
+                device=device,
+                quantization=quantization,
+                deferred=deferred,
             )
 
         def norm(size: int, wanted: bool = True) -> Norm | None:
@@ -141,23 +149,25 @@ class DecoderLayer(nn.Module):
         out: Tensor = self.attention_out(attended.flatten(1))
         return out
 
-    def allocate(self) -> None:
-        """Gives weights that will be quantized the memory to be filled."""
-        for linear in self._projections():
-            linear.allocate()
-
     def pack(self) -> None:
         """Brings the filled projections into the layout that they are used in."""
-        for linear in self._projections():
+        for linear in (self.qkv, self.attention_out, self.up, self.down):
             linear.pack()
 
-    def _projections(self) -> tuple[Linear, ...]:
-        return self.qkv, self.attention_out, self.up, self.down
+    def projections(self, names: WeightNames) -> dict[str, tuple[Linear, int]]:
+        """Where those of `weight_slots` go that are weights of projections: into which one, and the
+        first of their output features there.
+        """
+        found = {}
+        for parts, linear, sizes in self._merged(names):
+            first = 0
+            for name, size in zip(parts, sizes, strict=True):
+                found[name + ".weight"] = linear, first
+                first += size
+        return found
 
     def weight_slots(self, names: WeightNames) -> dict[str, Tensor]:
         """As `Decoder.weight_slots`, for this layer."""
-        config = self.config
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         slots: dict[str, Tensor] = {}
         for name, norm in (
             (names.input_norm, self.input_norm),
@@ -169,14 +179,21 @@ class DecoderLayer(nn.Module):
         ):
             if norm is not None:
                 slots |= module_slots(norm, name)
+        for parts, linear, sizes in self._merged(names):
+            slots |= _linear_slots(linear, parts, sizes, names.transposed)
+        return slots
+
+    def _merged(self, names: WeightNames) -> Iterator[tuple[Sequence[str], Linear, Sequence[int]]]:
+        """Projections with the parts that a checkpoint holds of each, and the parts' features."""
+        config = self.config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         for parts, linear, sizes in (
             (names.qkv, self.qkv, (q, kv, kv)),
             (names.attention_out, self.attention_out, (config.hidden_size,)),
             (names.up, self.up, (config.intermediate_size,) * (1 + config.gated_mlp)),
             (names.down, self.down, (config.hidden_size,)),
         ):
-            slots |= _linear_slots(linear, parts, sizes, names.transposed)
-        return slots
+            yield parts, linear, sizes if len(parts) > 1 else (sum(sizes),)
 
 
 def make_norm(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> Norm:
@@ -198,9 +215,7 @@ def module_slots(module: nn.Module, name: str) -> dict[str, Tensor]:
 def _linear_slots(
     linear: Linear, parts: Sequence[str], sizes: Sequence[int], transposed: bool
 ) -> dict[str, Tensor]:
-    """Views of a merged projection: a part each, or the whole where the checkpoint merges too."""
-    if len(parts) == 1:
-        sizes = (sum(sizes),)
+    """Views of a merged projection, a part each."""
     slots = {}
     for name, slot in zip(parts, torch.split(linear.plain_weight(), list(sizes)), strict=True):
         slots[name + ".weight"] = slot.t() if transposed else slot

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastinfer.nn import FP8Linear, Int8W8A8Linear, LowBitLinear, QuantizedLinear
+from fastinfer.ops.packed_weights import PackedWeight, concatenate_packed, same_order
 
 QUANTIZATIONS: dict[str, Callable[[nn.Linear], QuantizedLinear]] = {
     "int2": functools.partial(LowBitLinear.from_linear, bits=2, group_size=128),
@@ -31,9 +32,13 @@ class Linear(nn.Module):
     - with ``quantization``, one of `QUANTIZATIONS`, rounded to nearest. "int2" to "int8" are codes
       of so many bits in groups of 128 inputs, with a scale and a zero point in the weight's dtype;
       "fp8" and "int8_w8a8" are codes with a scale for each output feature, and x is quantized too,
-      each token by a scale of its own. Before `allocate` such a weight has a shape and no memory,
-      so that a model needs the memory of the layers being filled and not that of its plain weights;
+      each token by a scale of its own;
+    - where `set_codes` gave the weight of some features or all, these codes as they are, in one
+      product as far as it can compute them;
     - else, an fp32 weight on an x86 CPU as `_OneDnnWeight`; any other one stays as it is.
+
+    With ``quantization`` or ``deferred`` a weight has a shape and no memory before `allocate`, so
+    that a model needs the memory of the layers being filled and not that of its plain weights.
 
     On the CPU a row's result does not depend on the other rows of the batch in any of these
     layouts, which the plain product does not give, so that tokens stay the same under any batching.
@@ -48,14 +53,17 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         quantization: str | None = None,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         self.quantization = quantization
-        self._device = device
-        place = device if quantization is None else torch.device("meta")
+        self.device = device
+        deferred = deferred or quantization is not None
+        place = torch.device("meta") if deferred else device
         self.weight: nn.Parameter | None = empty((out_features, in_features), dtype, place)
         self.bias: nn.Parameter | None = empty((out_features,), dtype, device) if bias else None
-        self._packed: QuantizedLinear | _OneDnnWeight | None = None
+        self._codes: dict[int, PackedWeight] = {}
+        self._packed: QuantizedLinear | Linear | _OneDnnWeight | _Pieces | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -73,10 +81,14 @@ class Linear(nn.Module):
         return self.weight.data
 
     def allocate(self) -> None:
-        """Gives a weight that will be quantized the memory to be filled."""
+        """Gives a weight that has none the memory to be filled."""
         weight = self.weight
         if weight is not None and weight.is_meta:
-            self.weight = empty(tuple(weight.shape), weight.dtype, self._device)
+            self.weight = empty(tuple(weight.shape), weight.dtype, self.device)
+
+    def set_codes(self, first: int, weight: PackedWeight) -> None:
+        """Takes the weight of output features from ``first`` on as codes that others chose."""
+        self._codes[first] = weight
 
     def pack(self) -> None:
         """Replaces the weight by its packed form where there is one; the plain one is dropped.
@@ -86,7 +98,12 @@ class Linear(nn.Module):
         """
         if self.weight is None:
             return
-        if self.quantization is not None:
+        if self._codes:
+            pieces = self._pieces(self.weight)
+            self._packed = pieces[0] if len(pieces) == 1 else _Pieces(pieces)
+            self.weight = self.bias = None
+            self._codes = {}
+        elif self.quantization is not None:
             n, k = self.weight.shape
             linear = nn.Linear(k, n, bias=self.bias is not None, device="meta")
             linear.weight, linear.bias = self.weight, self.bias  # type: ignore[assignment]
@@ -96,6 +113,43 @@ class Linear(nn.Module):
             bias = None if self.bias is None else self.bias.data
             self._packed = _OneDnnWeight(self.weight.data, bias)
             self.weight = None
+
+    def _pieces(self, weight: Tensor) -> list[LowBitLinear | Linear]:
+        """The fewest layers that compute the output features, in their order."""
+        runs: list[tuple[int, list[PackedWeight]]] = []
+        row = 0  # the first feature that no run has
+        for first, codes in sorted(self._codes.items()):
+            if row < first:
+                runs.append((first - row, []))
+            if row == first and runs and runs[-1][1] and _one_product(runs[-1][1][-1], codes):
+                size, parts = runs[-1]
+                runs[-1] = (size + codes.shape[0], [*parts, codes])
+            else:
+                runs.append((codes.shape[0], [codes]))
+            row = first + codes.shape[0]
+        if row < weight.shape[0]:
+            runs.append((weight.shape[0] - row, []))
+        pieces: list[LowBitLinear | Linear] = []
+        row = 0
+        for size, parts in runs:
+            bias = None if self.bias is None else self.bias.data[row : row + size]
+            if parts:
+                pieces.append(LowBitLinear.from_packed(concatenate_packed(parts), bias))
+            else:
+                pieces.append(_plain(weight[row : row + size], bias))
+            row += size
+        return pieces
+
+
+class _Pieces(nn.Module):
+    """Layers of the same input, whose output features follow one another."""
+
+    def __init__(self, pieces: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(pieces)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([piece(x) for piece in self.pieces], -1)
 
 
 class _OneDnnWeight:
@@ -122,6 +176,22 @@ class _OneDnnWeight:
             x, self.weight, self._bias, "none", [], ""
         )
         return out
+
+
+def _one_product(weight: PackedWeight, other: PackedWeight) -> bool:
+    same = (weight.bits, weight.group_size) == (other.bits, other.group_size)
+    return same and same_order(weight.perm, other.perm)
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Linear:
+    """A packed layer of some of a weight's rows, as copies: the weight itself may be dropped."""
+    n, k = weight.shape
+    linear = Linear(k, n, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+    linear.plain_weight().copy_(weight)
+    if linear.bias is not None and bias is not None:
+        linear.bias.data.copy_(bias)
+    linear.pack()
+    return linear
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -18,7 +18,7 @@ from fastinfer.models.checkpoint import CheckpointTensor
 from fastinfer.models.config import DTYPES, ModelConfig
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.gguf_checkpoint import GGUFCheckpoint
-from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config
+from fastinfer.models.hf_checkpoint import HFCheckpoint, read_config, read_json
 from fastinfer.models.linear import QUANTIZATIONS, Linear
 from fastinfer.models.norm import Norm
 from fastinfer.models.source import resolve
@@ -43,6 +43,8 @@ class Checkpoint(Protocol):
 
     path: Path
     config: ModelConfig
+    quantization: str | None
+    """The method by which projections are quantized in it, whose codes are kept; None: none are."""
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         """Every tensor it holds."""
@@ -60,6 +62,10 @@ def load(
 ) -> LoadedModel:
     """Loads a model for inference.
 
+    A folder may hold projections quantized by GPTQ, AWQ or compressed-tensors (pack-quantized), as
+    the `quantization_config` of its config.json says. They run on the codes, scales and zero points
+    of the file, nothing is rounded anew, and layers that are plain in the file stay plain.
+
     Args:
         model: a folder with safetensors, a GGUF file, a hub id, or "smollm2"; with load_format
             "dummy" also a `ModelConfig`, or a folder with config.json alone.
@@ -75,13 +81,14 @@ def load(
             by a scale of its own when it is computed. Embeddings, attention and the output
             projection stay as they are. Each layer is rounded as soon as it is read, so no more
             memory is needed than for the result and one layer (beside those that begin in one file
-            and end in the next). None: no quantization.
+            and end in the next). None: no quantization beyond the checkpoint's own, besides which
+            there can be no other.
 
     Raises:
         FileNotFoundError: the model, or a file of it, is missing.
-        ValueError: a damaged, pickled, unknown or unsupported checkpoint, a tensor that is
-            missing, unexpected, or of another shape or type than expected, or an argument out of
-            its range.
+        ValueError: a damaged, pickled, unknown or unsupported checkpoint (also in the way that it
+            is quantized), a tensor that is missing, unexpected, or of another shape or type than
+            expected, or an argument out of its range.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load: load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
@@ -95,14 +102,29 @@ def load(
         config = model
     elif load_format == "dummy" and path is not None and path.is_dir():
         config = read_config(path)
+        if quantization is None and read_json(path / "config.json").get("quantization_config"):
+            raise ValueError(
+                f"load: {path}: its config.json has a quantization_config, and dummy weights can "
+                "only be rounded to nearest: pass quantization= to have that"
+            )
     else:
         assert path is not None
         checkpoint = _open(path, load_format)
         config = checkpoint.config
+        if quantization is not None and checkpoint.quantization is not None:
+            raise ValueError(
+                f"load: quantization={quantization!r} is for plain weights, but {path} is "
+                f"quantized already ({checkpoint.quantization}); leave it out"
+            )
     dtype = _dtype(dtype, device, config)
     max_model_len = _max_model_len(max_model_len, config)
     decoder = Decoder(
-        config, dtype=dtype, device=device, max_model_len=max_model_len, quantization=quantization
+        config,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        quantization=quantization,
+        deferred=checkpoint is not None and checkpoint.quantization is not None,
     )
     if load_format == "dummy" or checkpoint is None:
         fill_dummy(decoder)
@@ -115,8 +137,9 @@ def load(
 def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     """Copies a checkpoint's weights to their places in a decoder's merged parameters.
 
-    A layer that is to be quantized gets memory for its weights with the first of them, and is
-    packed with the last. (Checkpoints hold layers one after the other, or nearly.)
+    A projection that is to be quantized, or that may come as codes, gets memory for its plain
+    weight with the first part of it, and is packed with the last of its layer. (Checkpoints hold
+    layers one after the other, or nearly.)
 
     Raises:
         ValueError: as `load`; all names, shapes and types are checked before anything is copied.
@@ -124,8 +147,10 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     slots = decoder.weight_slots()
     embedding = decoder.embed_tokens.data
     _check(checkpoint, slots, embedding)
-    layers = range(len(decoder.layers) if decoder.quantization is not None else 0)
+    by_layer = decoder.quantization is not None or decoder.deferred
+    layers = range(len(decoder.layers) if by_layer else 0)
     layer_of = {name: i for i in layers for name in decoder.layer_slots(i)}
+    deferred_head = decoder.deferred and HEAD in slots
     missing = Counter(layer_of.values())
     progress = tqdm(
         checkpoint.tensors(),
@@ -142,11 +167,15 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
             tensor.copy_to(tied_head)
         elif tensor.slot in layer_of:
             i = layer_of[tensor.slot]
-            decoder.layer(i).allocate()
-            tensor.copy_to(decoder.layer_slots(i)[tensor.slot])
+            linear, first = decoder.layer_projections(i).get(tensor.slot, (None, 0))
+            if linear is None or not _fill_projection(linear, first, tensor):
+                tensor.copy_to(decoder.layer_slots(i)[tensor.slot])
             missing[i] -= 1
             if not missing[i]:
                 _pack(decoder, i, checkpoint.path)
+        elif deferred_head and tensor.slot == HEAD:
+            if not _fill_projection(decoder.lm_head, 0, tensor):
+                tensor.copy_to(decoder.lm_head.plain_weight())
         elif tensor.slot is not None and tensor.slot in slots:
             tensor.copy_to(slots[tensor.slot])
     # A tied checkpoint may hold the matrix twice; if the copies differ, its config is wrong.
@@ -194,6 +223,8 @@ def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) 
         if _is_tied_head(tensor, slots):
             slot = embedding
         elif tensor.slot is None or tensor.slot not in slots:
+            if tensor.beside_codes and _is_zero(tensor):
+                continue
             raise ValueError(f"{where}: the model has no such weight, so its result would be wrong")
         else:
             slot = slots[tensor.slot]
@@ -209,6 +240,21 @@ def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) 
         raise ValueError(
             f"{checkpoint.path}: tensor {name} of shape {tuple(slot.shape)} is missing{more}"
         )
+
+
+def _fill_projection(linear: Linear, first: int, tensor: CheckpointTensor) -> bool:
+    """Gives a projection the codes that a checkpoint has of it, or else memory to be filled."""
+    if tensor.read_codes is None:
+        linear.allocate()
+        return False
+    linear.set_codes(first, tensor.read_codes(linear.device))
+    return True
+
+
+def _is_zero(tensor: CheckpointTensor) -> bool:
+    value = torch.empty(tensor.shape)
+    tensor.copy_to(value)
+    return not value.any()
 
 
 def _pack(decoder: Decoder, i: int, path: Path) -> None:

@@ -425,7 +425,7 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
             check(op, got == expected, f"weights[{i}]: expected {name} {expected}, got {got}")
         check(
             op,
-            _same_order(weight.perm, first.perm),
+            same_order(weight.perm, first.perm),
             f"weights[{i}]: expected the perm of weights[0], since a product reads its columns in "
             "one order, got another one",
         )
@@ -448,7 +448,8 @@ def concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
     return PackedWeight(qweight, scales, zeros, perm, bits, first.group_size, (n, k), outliers)
 
 
-def _same_order(perm: Tensor | None, other: Tensor | None) -> bool:
+def same_order(perm: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two weights have their columns in the same order."""
     if perm is None or other is None:
         return perm is other
     # On the meta device they have no entries that could differ.
