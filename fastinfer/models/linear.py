@@ -134,7 +134,8 @@ class Linear(nn.Module):
         for size, parts in runs:
             bias = None if self.bias is None else self.bias.data[row : row + size]
             if parts:
-                pieces.append(LowBitLinear.from_packed(concatenate_packed(parts), bias))
+                merged = concatenate_packed(parts) if len(parts) > 1 else parts[0]
+                pieces.append(LowBitLinear.from_packed(merged, bias))
             else:
                 pieces.append(_plain(weight[row : row + size], bias))
             row += size

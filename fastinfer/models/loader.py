@@ -230,6 +230,11 @@ def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) 
             slot = slots[tensor.slot]
             if missing.pop(tensor.slot, None) is None:
                 raise ValueError(f"{where}: the checkpoint holds this weight twice")
+        if tensor.shape != tuple(slot.shape) and tensor.read_codes is not None:
+            raise ValueError(
+                f"{where}: codes of a weight of shape {tuple(slot.shape)} expected, got those of "
+                f"{tensor.shape}"
+            )
         if tensor.shape != tuple(slot.shape):
             raise ValueError(f"{where}: shape {tuple(slot.shape)} expected, got {tensor.shape}")
         if not tensor.is_float:

@@ -181,6 +181,19 @@ def _integer_option(where: str, name: str, value: Any) -> int:
     return value
 
 
+def _object(key: str, value: Any) -> Fields:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"model config: {key}: an object expected, got {value!r}")
+    return value
+
+
+def _pattern(where: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"model config: {where}no regular expression: {text!r}") from error
+
+
 # ------------------------------------------------------------------------------------------- GPTQ
 
 
@@ -191,10 +204,11 @@ def _gptq_schemes(fields: Fields) -> Callable[[str], Scheme]:
         label = "marlin"
     _option(fields, where, "checkpoint_format", ("gptq", "gptq_v2"), label)
     _option(fields, where, "pack_dtype", ("int32",), fields.get("pack_dtype") or "int32")
-    rules: list[tuple[re.Pattern[str], Fields]] = []
-    for pattern, changes in (fields.get("dynamic") or {}).items():
-        if not pattern.startswith("-:"):  # those are not quantized, as the tensors tell too
-            rules.append((re.compile(pattern.removeprefix("+:")), changes))
+    rules = [
+        (_pattern(where, rule.removeprefix("+:")), _object(where + f"dynamic: {rule}", changes))
+        for rule, changes in _object(where + "dynamic", fields.get("dynamic") or {}).items()
+        if not rule.startswith("-:")  # those are not quantized, as the tensors tell too
+    ]
 
     def scheme(settings: Fields) -> Scheme:
         bits = _option(settings, where, "bits", (2, 3, 4, 8), settings.get("bits"))
@@ -319,27 +333,24 @@ def _compressed_schemes(fields: Fields) -> Callable[[str], Scheme]:
         value = fields.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise unsupported(where + key, value, "none")
-    groups = fields.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ValueError(f"model config: {where}config_groups: an object expected, got {groups!r}")
-    named: list[tuple[str, Scheme]] = []
+    named: list[tuple[re.Pattern[str], Scheme]] = []
     general: list[Scheme] = []
-    for group in groups.values():
+    for name, group in _object(where + "config_groups", fields.get("config_groups")).items():
+        group = _object(where + name, group)
         label = group.get("format") or fields.get("format")
         _option(fields, where, "format", ("pack-quantized",), label)
         scheme = _compressed_scheme(where, group)
         for target in group.get("targets") or ():
             if target == "Linear":
                 general.append(scheme)
-            else:
-                named.append((target, scheme))
+            elif target.startswith("re:"):
+                named.append((_pattern(where, target[3:]), scheme))
+            else:  # by its whole name
+                named.append((re.compile(re.escape(target) + "$"), scheme))
 
     def scheme_of(module: str) -> Scheme:
-        for target, scheme in named:
-            if target.startswith("re:"):
-                if re.match(target[3:], module):
-                    return scheme
-            elif target == module:
+        for pattern, scheme in named:
+            if pattern.match(module):
                 return scheme
         if not general:
             raise ValueError(
@@ -354,15 +365,14 @@ def _compressed_scheme(where: str, group: Fields) -> Scheme:
     for key in ("input_activations", "output_activations"):
         if group.get(key):
             raise unsupported(where + key, group[key], "none")
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"model config: {where}weights: an object expected, got {weights!r}")
+    weights = _object(where + "weights", group.get("weights"))
     bits = _option(weights, where, "num_bits", (4, 8), weights.get("num_bits"))
     _option(weights, where, "type", ("int",), weights.get("type", "int"))
     _option(weights, where, "strategy", ("group", "channel"), weights.get("strategy"))
     symmetric = weights.get("symmetric", True)
     _option(weights, where, "symmetric", (True, False), symmetric)
     order = weights.get("actorder") or "weight"
+    order = "group" if order is True else order
     _option(weights, where, "actorder", (*_COMPRESSED_ORDERS,), order)
     group_size = -1
     if weights["strategy"] == "group":

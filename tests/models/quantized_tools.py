@@ -80,7 +80,7 @@ def compressed(*, symmetric: bool, act_order: bool) -> Pack:
 
 
 def compressed_config(
-    bits: int, group_size: int, symmetric: bool, actorder: str | None = None, **weights: Any
+    bits: int, group_size: int, symmetric: bool, actorder: str | bool | None = None, **weights: Any
 ) -> dict[str, Any]:
     """As llm-compressor writes it."""
     strategy = "channel" if group_size == -1 else "group"
@@ -131,7 +131,8 @@ def save_quantized(
     for name, weight in hf.state_dict().items():
         matrix = quantize(name, weight) if wanted(name) else None
         if matrix is not None:
-            weight.copy_(values(matrix))
+            plain = weight.t() if hf.config.model_type == "gpt2" else weight
+            plain.copy_(values(matrix))
             module = name.removesuffix("weight")
             tensors |= {module + suffix: t.contiguous() for suffix, t in pack(matrix).items()}
         elif not (tied and name == "lm_head.weight"):

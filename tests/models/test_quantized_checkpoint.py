@@ -2,6 +2,7 @@
 is wrong with one is said before it is read.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastinfer.models import Decoder, load
@@ -111,6 +113,10 @@ CASES: dict[str, tuple[dict[str, Any], Pack, bool, bool]] = {
         compressed_config(4, 32, False, "group"), compressed(symmetric=False, act_order=True),
         False, True,
     ),
+    "compressed-by-group-8": (
+        compressed_config(8, 32, True, actorder=True), compressed(symmetric=True, act_order=True),
+        True, True,
+    ),
 }  # fmt: skip
 
 
@@ -188,6 +194,19 @@ def test_families(tmp_path: Path, case: str, kind: str) -> None:
     assert paged_greedy(decoder, PROMPTS[1:], 8, 7) == paged_greedy(plain, PROMPTS[1:], 8, 7)
 
 
+def test_transposed_projections(tmp_path: Path) -> None:
+    """GPT-2's are plain [K, N]; quantized they are as in any other model."""
+    hf = tiny_model("gpt2", n_embd=64, n_inner=96, n_head=4, n_layer=2)
+    folder = save_quantized(
+        hf, tmp_path / "model", gptq_config(4, 32, sym=False),
+        lambda name, weight: quantized(weight.t(), 4, 32, symmetric=False), gptq(),
+        wanted=lambda name: ".h." in name and ".c_" in name and name.endswith("weight"),
+    )  # fmt: skip
+    decoder = load(folder).decoder
+    assert [type(layer) for layer in projections(decoder)] == [LowBitLinear] * 4 * 2
+    assert_same_model(decoder, hf)
+
+
 @pytest.mark.parametrize("case", ["gptq-4", "awq-gemm", "compressed-group"])
 def test_projections_that_are_plain_in_the_file(tmp_path: Path, case: str) -> None:
     """Whole ones, a part of a merged one, and a whole layer."""
@@ -255,6 +274,20 @@ def test_groups_of_compressed_tensors(tmp_path: Path) -> None:
     hf = tiny_model("llama", **SIZES)
     pack = compressed(symmetric=True, act_order=False)
     folder = save_quantized(hf, tmp_path / "model", config, quantize, pack)
+    assert_same_model(load(folder).decoder, hf)
+
+
+def test_tensors_of_a_projection_in_two_files(tmp_path: Path) -> None:
+    hf, folder = written(tmp_path, "gptq-act-order")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards: dict[str, Tensors] = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, tensor in tensors.items():
+        shards["a.safetensors" if name.endswith("qweight") else "b.safetensors"][name] = tensor
+    for shard, held in shards.items():
+        save_file(held, folder / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_same_model(load(folder).decoder, hf)
 
 
@@ -379,7 +412,8 @@ def shorten(name: str) -> Callable[[Tensors], object]:
         ("gptq-4", lambda t: t.update({Q + "scales": t[Q + "scales"].int()}),
          Q + "scales: F16 or BF16 or F32 expected, got I32"),
         ("awq-gemm", drop(Q + "qzeros"), Q + r"qzeros of shape \(2, 12\) is missing"),
-        ("awq-gemm", shorten(Q + "qweight"), Q + r"qweight: shape \(96, 64\) expected"),
+        ("awq-gemm", shorten(Q + "qweight"),
+         Q + r"qweight: codes of a weight of shape \(96, 64\) expected, got those of \(96, 63\)"),
         ("awq-gemm", lambda t: t.update({Q + "qweight": torch.zeros(64).int()}),
          Q + r"qweight: a matrix expected, got shape \(64,\)"),
         ("compressed-group", drop(Q + "weight_shape"), Q + "weight_shape is missing"),
@@ -432,7 +466,11 @@ def with_group(**changes: Any) -> dict[str, Any]:
         (awq_config(32, version="gemv_fast"), "version = 'gemv_fast' is not supported"),
         (awq_config(32, backend="llm-awq"), "backend = 'llm-awq' is not supported"),
         ({**COMPRESSED, "format": "int-quantized"}, r"format = 'int-quantized' is not supported"),
-        ({**COMPRESSED, "config_groups": {}}, "config_groups: an object expected"),
+        ({**COMPRESSED, "config_groups": None}, "config_groups: an object expected, got None"),
+        ({**COMPRESSED, "config_groups": {"a": 1}}, r"tensors\): a: an object expected"),
+        (with_group(targets=["re:("]), r"no regular expression: '\('"),
+        (gptq_config(4, 32, dynamic={"+:(": {}}), r"no regular expression: '\('"),
+        (gptq_config(4, 32, dynamic={"+:a": 8}), r"dynamic: \+:a: an object expected, got 8"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = .* is not supp"),
         (with_group(input_activations={"num_bits": 8}), "input_activations = .* is not supported"),
         (with_group(weights=None), "weights: an object expected"),
