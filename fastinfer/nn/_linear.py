@@ -124,6 +124,7 @@ class QuantizedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        others = len(error_msgs)  # of other layers: the list is one for the whole call
         buffers = dict(self.named_buffers(recurse=False))
         given = {
             name: state_dict[prefix + name]
@@ -144,9 +145,15 @@ class QuantizedLinear(nn.Module):
         )
         # With assign=True the buffers are the tensors given, whatever these are.
         self._adopt()
-        fitting = {name for name, tensor in given.items() if tensor.shape == buffers[name].shape}
+        # torch reports a copy that failed, and goes on.
+        failed = " ".join(error_msgs[others:])
+        fitting = {
+            name
+            for name, tensor in given.items()
+            if tensor.shape == buffers[name].shape and f'"{prefix}{name}"' not in failed
+        }
         self._note(fitting, [*buffers], prefix)
-        if fitting and not error_msgs:
+        if fitting and len(error_msgs) == others:
             try:
                 if self._arrived:
                     self._check_apart(fitting)
@@ -154,6 +161,7 @@ class QuantizedLinear(nn.Module):
                     self._check_buffers()
             except ValueError as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
+                self._awaited = tuple(prefix + name for name in buffers if name in fitting)
 
     def _note(self, loaded: set[str], names: list[str], prefix: str) -> None:
         """Keeps account of the buffers, of all these names, that a load has brought."""
@@ -178,6 +186,11 @@ def plain_weight(kind: str, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight and a copy of the bias, without gradient; TypeError if this is no plain layer."""
     if not is_plain_linear(linear):
         raise TypeError(f"{kind}.from_linear: expected a torch.nn.Linear, got {type(linear)}")
+    if linear.weight.is_meta:
+        raise ValueError(
+            f"{kind}.from_linear: expected a layer with memory, got one on the meta device; "
+            f'make the quantized layer by {kind}(..., device="meta")'
+        )
     bias = None if linear.bias is None else linear.bias.detach().clone()
     return linear.weight.detach(), bias
 

@@ -170,10 +170,13 @@ def _product_shape(op: str, a: Tensor, b: Tensor) -> tuple[Size, Size]:
 
 
 def _check_scale(op: str, name: str, scale: Tensor, shapes: tuple[tuple[Size, Size], ...]) -> None:
-    """One of the shapes."""
+    """One of the shapes. Known ones are compared first, so that where one of them fits nothing is
+    asked of a number of rows that is not known when a program is traced.
+    """
     check(op, scale.dtype == torch.float32, f"{name}: expected torch.float32, got {scale.dtype}")
+    known_first = sorted(shapes, key=lambda shape: not all(isinstance(size, int) for size in shape))
     fits = scale.dim() == 2 and any(
-        scale.shape[0] == rows and scale.shape[1] == columns for rows, columns in shapes
+        scale.shape[0] == rows and scale.shape[1] == columns for rows, columns in known_first
     )
     check(op, fits, f"{name}: expected a shape of {shapes}, got {tuple(scale.shape)}")
 

@@ -185,3 +185,51 @@ def test_a_whole_state_dict_after_a_part() -> None:
     module.load_state_dict(expected.state_dict())
     assert_same(module, expected)
     assert_bit_equal(module.packed_weight().dequantize(), expected.packed_weight().dequantize())
+
+
+@makers
+def test_a_tensor_that_cannot_be_copied_is_missing_still(maker: Any) -> None:
+    """torch reports it with all other errors, and copies the rest."""
+    module, other = maker(), maker()
+    name = "scales" if isinstance(module, LowBitLinear) else "weight_scale"
+    state = other.state_dict()
+    state[name] = state[name].to("meta")
+    with pytest.raises(RuntimeError, match=name):
+        module.load_state_dict(state)
+    with pytest.raises(ValueError, match=f"missing: {name}$"):
+        module(torch.randn(2, 96))
+    module.load_state_dict(other.state_dict())
+    assert_same(module, other)
+
+
+def test_an_error_of_another_layer_hides_none_of_this_one() -> None:
+    net = nn.Sequential(nn.Linear(96, 96), static())
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    state["1.input_scale"].fill_(-1)
+    state["0.bias"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"(?s)0\.bias.*input_scale"):
+        net.load_state_dict(state)
+    with pytest.raises(ValueError, match="expected all of its tensors"):
+        net(torch.randn(2, 96))
+
+
+@pytest.mark.parametrize("kind", [LowBitLinear, FP8Linear, Int8W8A8Linear])
+def test_a_layer_on_the_meta_device_has_nothing_to_be_rounded(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf'{kind.__name__}\(\.\.\., device="meta"\)'):
+        kind.from_linear(nn.Linear(96, 70, device="meta"))
+
+
+def test_a_static_scale_asks_nothing_of_the_number_of_rows() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = static()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x[mask])
+
+    x, mask = torch.randn(3, 96), torch.tensor([True, False, True])
+    module = Chosen()
+    with torch.no_grad():
+        exported = torch.export.export(module, (x, mask)).module()
+        assert_bit_equal(exported(x, mask), module(x, mask))
