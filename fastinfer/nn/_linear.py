@@ -32,13 +32,14 @@ class QuantizedLinear(nn.Module):
 
     _apart: ClassVar[tuple[str, ...]] = ("bias",)  # buffers that are no part of the weight
     _arrived: frozenset[str]  # buffers that were loaded, while others of a new weight are not yet
-    _awaited: tuple[str, ...]  # the others, as the state_dict has them
+    _refused: frozenset[str]  # those whose contents were, until they are loaded again
+    _awaited: tuple[str, ...]  # what is lacking by these, as the state_dict has it
 
     def _register(
         self, shape: tuple[int, int], buffers: Mapping[str, Tensor | None], bias: Tensor | None
     ) -> None:
         """Makes the buffers those of this module, in their order, for a weight [N, K]."""
-        self._arrived, self._awaited = frozenset(), ()
+        self._arrived, self._refused, self._awaited = frozenset(), frozenset(), ()
         self.out_features, self.in_features = shape
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
@@ -153,24 +154,32 @@ class QuantizedLinear(nn.Module):
             if tensor.shape == buffers[name].shape and f'"{prefix}{name}"' not in failed
         }
         self._note(fitting, [*buffers], prefix)
-        if fitting and len(error_msgs) == others:
+        if fitting:
             try:
-                if self._arrived:
+                if self._arrived or len(error_msgs) > others:
                     self._check_apart(fitting)
                 else:
                     self._check_buffers()
             except ValueError as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
-                self._awaited = tuple(prefix + name for name in buffers if name in fitting)
+                self._refused |= fitting
+                self._await([*buffers], prefix)
 
     def _note(self, loaded: set[str], names: list[str], prefix: str) -> None:
         """Keeps account of the buffers, of all these names, that a load has brought."""
         arrived = self._arrived | loaded
         if arrived.issuperset(names):
             arrived = frozenset()  # a whole weight: the next load begins another one
-        self._arrived, self._awaited = arrived, ()
-        if not arrived.issubset(self._apart):
-            self._awaited = tuple(prefix + name for name in names if name not in arrived)
+        self._arrived, self._refused = arrived, self._refused - loaded
+        self._await(names, prefix)
+
+    def _await(self, names: list[str], prefix: str) -> None:
+        in_part = not self._arrived.issubset(self._apart)
+        self._awaited = tuple(
+            prefix + name
+            for name in names
+            if name in self._refused or (in_part and name not in self._arrived)
+        )
 
 
 def is_plain_linear(module: object) -> bool:

@@ -233,3 +233,24 @@ def test_a_static_scale_asks_nothing_of_the_number_of_rows() -> None:
     with torch.no_grad():
         exported = torch.export.export(module, (x, mask)).module()
         assert_bit_equal(exported(x, mask), module(x, mask))
+
+
+def test_what_was_refused_is_awaited_whatever_else_comes() -> None:
+    module = low_bit(perm=True)
+    good = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="perm"):
+        module.load_state_dict(good | {"perm": torch.zeros_like(good["perm"])})
+    module.load_state_dict({"bias": good["bias"]}, strict=False)
+    with pytest.raises(ValueError, match=r"missing: .*perm"):
+        module(torch.randn(2, 96))
+    module.load_state_dict(good)
+    module(torch.randn(2, 96))
+
+
+def test_an_input_scale_is_checked_beside_a_tensor_of_another_shape() -> None:
+    module = static()
+    state = {"input_scale": torch.full_like(module.input_scale, -1.0), "bias": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r"(?s)bias.*input_scale"):
+        module.load_state_dict(state, strict=False)
+    with pytest.raises(ValueError, match=r"missing: input_scale$"):
+        module(torch.randn(2, 96))
