@@ -180,6 +180,14 @@ def with_groups_of_128(product: Product) -> Product:
     return replace(product, arguments=arguments | {"group_size": 128})
 
 
+def with_rounded_scales(product: Product) -> Product:
+    """With the scales of low-bit weights in bf16."""
+    if product.op not in LOW_BIT:
+        return product
+    scales = product.arguments["scales"].bfloat16().float()
+    return replace(product, arguments=product.arguments | {"scales": scales})
+
+
 @pytest.mark.parametrize("op", ["int4_gemm", "int2_gemm", "fp8_scaled_mm", "int8_scaled_mm"])
 @pytest.mark.parametrize("n", [128, 192, 256, 384])
 def test_what_follows_the_product(backend: Backend, op: str, n: int) -> None:
@@ -199,8 +207,8 @@ def test_what_follows_the_product(backend: Backend, op: str, n: int) -> None:
 @pytest.mark.parametrize("op", ["int4_gemm", "fp8_scaled_mm", "int8_scaled_mm"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=dtype_name)
 def test_codes_that_follow_the_product(backend: Backend, op: str, stored: torch.dtype) -> None:
-    """Within a step of a code of what the float result would give. Kernels may round weights as
-    plain PyTorch does, and so err as that does before the codes are made.
+    """Within a step of a code of what the float result would give. Kernels may round scales and
+    then weights to x's type, and so err as those do before the codes are made.
     """
     scale = torch.full((1, 1), 0.03, device=backend.device)
     for m in (9, 64, 300) if backend.device != "cpu" else (9,):
@@ -213,12 +221,15 @@ def test_codes_that_follow_the_product(backend: Backend, op: str, stored: torch.
             if op == "int8_scaled_mm":  # whose sums are exact
                 rounded = product.reference(torch.float32, **options) / scale
             else:
-                rounded = product.reference(factors=torch.bfloat16, **options) / scale
+                rounded = (
+                    with_rounded_scales(product).reference(factors=torch.bfloat16, **options)
+                    / scale
+                )
             limit = 127.0 if stored == torch.int8 else 448.0
             exact, rounded = exact.clamp(-limit, limit), rounded.clamp(-limit, limit)
             step = torch.full_like(exact, 0.5) if stored == torch.int8 else exact.abs() / 16
             error, noise = (codes - exact).abs(), (rounded - exact).abs()
-            most = 5 * noise.amax(1, keepdim=True) + 1e-5 * exact.abs()
+            most = 3 * noise.amax(1, keepdim=True) + 1e-5 * exact.abs()
             assert (error <= step + 2.0**-10 + most).all()
             # Roundings are spread evenly over a step.
             rms, rms_step, rms_noise = (x.square().mean().sqrt() for x in (error, step, noise))
