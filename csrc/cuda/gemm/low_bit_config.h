@@ -132,7 +132,7 @@ constexpr bool many_rows_parts_fit(int64_t m, int64_t n_tiles, int parts) {
 // K; gates and what they multiply lie in one block.
 inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_tiles, int groups,
                                        int sms, bool light = true, bool gated = false) {
-  constexpr int64_t kBeginAndEnd = 280, kTwiceTheBlocks = 220;
+  constexpr int64_t kBeginAndEnd = 280;
   constexpr int64_t kAddParts = 300, kPartialBytes = 40'000;
   const int64_t stages = (k_tiles + 1) / 2;
   ManyRowsConfig best{};
@@ -156,7 +156,8 @@ inline ManyRowsConfig many_rows_config(int64_t m, int64_t n_tiles, int64_t k_til
         // Sums in fp32, written and read.
         cost += kAddParts + cluster * m * n_tiles * 64 * 8 / kPartialBytes;
       } else {
-        for (int blocks = 2; blocks <= cluster; blocks *= 2) cost += kTwiceTheBlocks;
+        // Sums go from block to block.
+        for (int blocks = 2; blocks <= cluster; blocks *= 2) cost += 60 + shape.tokens * 5 / 2;
       }
       if (best_cost < 0 || cost < best_cost) best = {shape, cluster}, best_cost = cost;
     }

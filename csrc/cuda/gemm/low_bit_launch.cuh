@@ -23,40 +23,48 @@ cudaError_t launch_few_rows_kernel(const LowBitParams& params, int cluster, int 
 }
 
 // Tries the shapes from kIndex on until it is the configuration's.
-template <class T, int kBits, int kTokenTiles, int kStepsPerScale, bool kNorm, int kIndex = 0>
+template <class T, int kBits, int kTokenTiles, int kStepsPerScale, bool kZeros, bool kNorm,
+          int kIndex = 0>
 cudaError_t launch_few_rows_shape(const LowBitParams& params, const FewRowsConfig& config,
                                   int device, cudaStream_t stream) {
   constexpr FewRowsShape kShape = kFewRowsShapes[kIndex];
   constexpr int kShapes = sizeof(kFewRowsShapes) / sizeof(kFewRowsShapes[0]);
   if constexpr (few_rows_shape_usable(kBits, kStepsPerScale == 1, kShape)) {
     if (config.shape.rows == kShape.rows && config.shape.warps == kShape.warps) {
-      using Traits =
-          FewRowsTraits<T, kBits, kTokenTiles, kStepsPerScale, kShape.rows, kShape.warps, kNorm>;
+      using Traits = FewRowsTraits<T, kBits, kTokenTiles, kStepsPerScale, kShape.rows, kShape.warps,
+                                   kZeros, kNorm>;
       return launch_few_rows_kernel<Traits>(params, config.cluster, device, stream);
     }
   }
   if constexpr (kIndex + 1 < kShapes) {
-    return launch_few_rows_shape<T, kBits, kTokenTiles, kStepsPerScale, kNorm, kIndex + 1>(
+    return launch_few_rows_shape<T, kBits, kTokenTiles, kStepsPerScale, kZeros, kNorm, kIndex + 1>(
         params, config, device, stream);
   }
   return cudaErrorInvalidConfiguration;
 }
 
+template <class T, int kBits, bool kZeros>
+cudaError_t launch_few_rows_of(const LowBitParams& params, bool many_scales,
+                               const FewRowsConfig& config, int device, cudaStream_t stream) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (params.norm_weight != nullptr) {
+      return launch_few_rows_shape<T, kBits, 1, 4, kZeros, true>(params, config, device, stream);
+    }
+  }
+  const auto launch = params.m > 8
+                          ? (many_scales ? &launch_few_rows_shape<T, kBits, 2, 1, kZeros, false>
+                                         : &launch_few_rows_shape<T, kBits, 2, 4, kZeros, false>)
+                          : (many_scales ? &launch_few_rows_shape<T, kBits, 1, 1, kZeros, false>
+                                         : &launch_few_rows_shape<T, kBits, 1, 4, kZeros, false>);
+  return launch(params, config, device, stream);
+}
+
 template <class T, int kBits>
 cudaError_t launch_few_rows(const LowBitParams& params, bool many_scales,
                             const FewRowsConfig& config, int device, cudaStream_t stream) {
-  const bool two = params.m > 8;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (params.norm_weight != nullptr) {
-      return launch_few_rows_shape<T, kBits, 1, 4, true>(params, config, device, stream);
-    }
-  }
-  if (many_scales) {
-    return two ? launch_few_rows_shape<T, kBits, 2, 1, false>(params, config, device, stream)
-               : launch_few_rows_shape<T, kBits, 1, 1, false>(params, config, device, stream);
-  }
-  return two ? launch_few_rows_shape<T, kBits, 2, 4, false>(params, config, device, stream)
-             : launch_few_rows_shape<T, kBits, 1, 4, false>(params, config, device, stream);
+  const auto launch = params.zeros == nullptr ? &launch_few_rows_of<T, kBits, false>
+                                              : &launch_few_rows_of<T, kBits, true>;
+  return launch(params, many_scales, config, device, stream);
 }
 
 // ---- many rows

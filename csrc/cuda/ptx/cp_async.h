@@ -19,6 +19,19 @@ __device__ inline void cp_async_16(uint32_t to, const void* from, bool ignore) {
       : "memory");
 }
 
+// The same if `wanted`, without a branch.
+__device__ inline void cp_async_16_if(bool wanted, uint32_t to, const void* from, bool ignore) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore, wanted;\n"
+      "setp.ne.u32 ignore, %2, 0;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+      "}\n" ::"r"(to),
+      "l"(from), "r"(static_cast<uint32_t>(ignore)), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 // 4 bytes, likewise.
 __device__ inline void cp_async_4(uint32_t to, const void* from, bool ignore) {
   asm volatile(
