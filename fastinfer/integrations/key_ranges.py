@@ -1,0 +1,141 @@
+"""Which keys the queries of a batch see, as ranges: the masks of `attn_implementation="fastinfer"`.
+
+A batch [B, S] of padded or packed sequences consists of segments: queries of one row that see keys
+of one row, causally, the last query standing at the last key, maybe through a sliding window. All
+that transformers' causal masks mean is segments, and attention over ragged sequences needs no more.
+
+`KeyRanges` go through a model's layers as one tensor of 4 dimensions, since transformers hands on
+such masks as they are:
+
+    int32 [N, 1, W + 1, 5] of (row, first key, end key, first query, end query), by row and query
+
+The third dimension has stride 0. Its size tells the window W to the host (0: none), which the
+tensor's contents could not without waiting for the device. No columns, [1, 1, W + 1, 0], stand for
+one segment a row, of all its queries and keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 5
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Segments [N, 5] as above, or None: all of each row; and the window, 0 for none."""
+
+    segments: Tensor | None
+    window: int
+
+    def as_mask(self, device: torch.device | str) -> Tensor:
+        """The tensor that goes through the layers."""
+        if self.segments is None:
+            return torch.empty((1, 1, self.window + 1, 0), dtype=torch.int32, device=device)
+        return self.segments[:, None, None].expand(-1, 1, self.window + 1, _COLUMNS)
+
+    @staticmethod
+    def of_mask(mask: Tensor) -> KeyRanges | None:
+        """What `as_mask` made; None for any other tensor."""
+        if mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[3] not in (0, _COLUMNS):
+            return None
+        segments = mask[:, 0, 0] if mask.shape[3] else None
+        return KeyRanges(segments, mask.shape[2] - 1)
+
+    def dense(self, batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """bool [B, 1, Sq, Sk]: which keys each query sees."""
+        query = torch.arange(num_queries, device=device)[:, None]
+        key = torch.arange(num_keys, device=device)
+        if self.segments is None:
+            seen = self._seen(num_keys - num_queries + query, key)
+            return seen.expand(batch, 1, -1, -1)
+        row, first_key, end_key, first_query, end_query = self.segments.long().T[..., None, None]
+        inside = (key >= first_key) & (key < end_key) & (query >= first_query) & (query < end_query)
+        seen = inside & self._seen(end_key - end_query + query, key)
+        counts = torch.zeros(batch, num_queries, num_keys, dtype=torch.int32, device=device)
+        counts.index_add_(0, row.flatten(), seen.int())
+        return (counts > 0)[:, None]
+
+    def _seen(self, position: Tensor, key: Tensor) -> Tensor:
+        """Whether the query at a position sees a key of its segment."""
+        causal = key <= position
+        return causal & (key > position - self.window) if self.window else causal
+
+
+def padded_segments(valid: Tensor, num_queries: int, first_query_key: int) -> Tensor | None:
+    """The segments of rows with padding at their ends.
+
+    Args:
+        valid: bool [B, Sk]: which keys are tokens, of all keys up to the last query's.
+        num_queries: Sq; each row's last query is its key Sk - 1.
+        first_query_key: the key that is the first query: Sk - Sq.
+
+    Returns:
+        int32 [B, 5]; None if the tokens of a row are not together. Waits for the device.
+    """
+    size = valid.shape[1]
+    count = valid.sum(1)
+    first = valid.int().argmax(1)
+    end = torch.where(count > 0, size - valid.flip(1).int().argmax(1), first)
+    if not torch.equal(end - first, count):
+        return None
+    first_query = (first - first_query_key).clamp(0, num_queries)
+    end_query = (end - first_query_key).clamp(0, num_queries)
+    if num_queries == 1:
+        # A query that is padding sees nothing; so all rows have one, and none is longer.
+        end = torch.where(end_query > first_query, end, first)
+        first_query, end_query = torch.zeros_like(first), torch.ones_like(first)
+    row = torch.arange(len(valid), device=valid.device)
+    return torch.stack((row, first, end, first_query, end_query), 1).int()
+
+
+def packed_segments(ids: Tensor) -> Tensor:
+    """The segments of rows of several sequences; ids [B, S] change where one begins.
+
+    Returns:
+        int32 [N, 5], queries and keys being the same tokens. Waits for the device.
+    """
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    row, first = starts.nonzero().unbind(1)
+    size = ids.shape[1]
+    following = torch.cat((first[1:], first.new_zeros(1)))
+    end = torch.where(following == 0, size, following)  # a row's last segment
+    return torch.stack((row, first, end, first, end), 1).int()
+
+
+def ragged_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """The segments [N, 5] of one row, of the sequences between these bounds [N + 1]."""
+    bounds = (cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q[:-1], cu_seqlens_q[1:])
+    return torch.stack((torch.zeros_like(bounds[0]), *bounds), 1).int()
+
+
+def cumulative_lengths(
+    segments: Tensor, query_rows: tuple[int, int], key_rows: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The bounds of ragged sequences in which each segment is one.
+
+    What lies between segments is in sequences too: queries that have no keys, so that they result
+    in 0, and then keys that have no queries, so that nothing reads them.
+
+    Args:
+        segments: int32 [N, 5].
+        query_rows, key_rows: the distance of two rows and the number of all tokens, in tokens.
+
+    Returns:
+        cu_seqlens_q, cu_seqlens_k: int32 [3N + 3].
+    """
+    row, first_key, end_key, first_query, end_query = segments.unbind(1)
+    (query_row, num_queries), (key_row, num_keys) = query_rows, key_rows
+    first_query, end_query = (x + row * query_row for x in (first_query, end_query))
+    first_key, end_key = (x + row * key_row for x in (first_key, end_key))
+    zero = segments.new_zeros(1)
+    end_before = torch.cat((zero, end_key[:-1]))
+    queries = torch.stack((first_query, first_query, end_query), 1).flatten()
+    keys = torch.stack((end_before, first_key, end_key), 1).flatten()
+    last_query = segments.new_full((2,), num_queries)
+    last_key = torch.cat((end_key[-1:], segments.new_full((1,), num_keys)))
+    return torch.cat((zero, queries, last_query)), torch.cat((zero, keys, last_key))

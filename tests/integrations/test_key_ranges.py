@@ -1,0 +1,105 @@
+"""Ranges of keys: what padding and packing become, and the bounds that attention gets."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastinfer.integrations.key_ranges import (
+    KeyRanges,
+    cumulative_lengths,
+    packed_segments,
+    padded_segments,
+)
+
+
+def bools(*rows: str) -> Tensor:
+    return torch.tensor([[c == "1" for c in row] for row in rows])
+
+
+def test_padding_at_either_end() -> None:
+    valid = bools("0011", "1110", "1111", "0000", "0100")
+    segments = padded_segments(valid, 4, 0)
+    assert segments is not None and segments.tolist() == [
+        [0, 2, 4, 2, 4],
+        [1, 0, 3, 0, 3],
+        [2, 0, 4, 0, 4],
+        [3, 0, 0, 0, 0],
+        [4, 1, 2, 1, 2],
+    ]
+
+
+def test_queries_after_keys_of_a_cache() -> None:
+    segments = padded_segments(bools("00111", "11111", "11110"), 2, 3)
+    assert segments is not None
+    assert segments.tolist() == [[0, 2, 5, 0, 2], [1, 0, 5, 0, 2], [2, 0, 4, 0, 1]]
+
+
+def test_every_row_has_its_one_query() -> None:
+    segments = padded_segments(bools("0011", "1110"), 1, 3)
+    assert segments is not None
+    assert segments.tolist() == [[0, 2, 4, 0, 1], [1, 0, 0, 0, 1]]  # padding sees nothing
+
+
+@pytest.mark.parametrize("row", ["1011", "0101", "10001"])
+def test_padding_in_between_is_no_range(row: str) -> None:
+    assert padded_segments(bools(row, "1" * len(row)), len(row), 0) is None
+
+
+def test_packed_sequences() -> None:
+    segments = packed_segments(torch.tensor([[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]))
+    assert segments.tolist() == [
+        [0, 0, 2, 0, 2],
+        [0, 2, 3, 2, 3],
+        [0, 3, 5, 3, 5],
+        [1, 0, 5, 0, 5],
+    ]
+
+
+def test_bounds_leave_nothing_out() -> None:
+    segments = torch.tensor([[0, 2, 4, 1, 3], [1, 0, 3, 0, 3]], dtype=torch.int32)
+    queries, keys = cumulative_lengths(segments, (3, 6), (10, 14))
+    # Of every three sequences: queries without keys, keys without queries, the segment.
+    assert queries.tolist() == [0, 1, 1, 3, 3, 3, 6, 6, 6]
+    assert keys.tolist() == [0, 0, 2, 4, 4, 10, 13, 13, 14]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
+def test_dense_is_what_it_says(window: int, kind: str) -> None:
+    valid, ids = bools("0011", "1110"), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    segments = {
+        "whole": None,
+        "padded": padded_segments(valid, 4, 0),
+        "packed": packed_segments(ids),
+    }[kind]
+    got = KeyRanges(segments, window).dense(2, 4, 4, torch.device("cpu"))
+    for b in range(2):
+        for q in range(4):
+            for k in range(4):
+                seen = k <= q and (not window or q - k < window)
+                if kind == "padded":
+                    seen = seen and bool(valid[b, q] and valid[b, k])
+                if kind == "packed":
+                    seen = seen and bool(ids[b, q] == ids[b, k])
+                assert got[b, 0, q, k] == seen
+
+
+@pytest.mark.parametrize("window", [0, 1, 4096])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_says_the_same_as_its_ranges(window: int, padded: bool) -> None:
+    segments = padded_segments(bools("011", "111"), 3, 0) if padded else None
+    mask = KeyRanges(segments, window).as_mask("cpu")
+    back = KeyRanges.of_mask(mask)
+    assert back is not None and back.window == window
+    assert mask.untyped_storage().nbytes() <= 2 * 5 * 4  # whatever the window
+    if segments is None:
+        assert back.segments is None
+    else:
+        assert back.segments is not None and torch.equal(back.segments, segments)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 1, 3, 5).bool(), torch.ones(2, 1, 3, 5), torch.ones(2, 5).int()]
+)
+def test_other_masks_are_no_ranges(mask: Tensor) -> None:
+    assert KeyRanges.of_mask(mask) is None
