@@ -3,6 +3,7 @@
 import fastinfer.ops                      # torch.ops.fastinfer.* and typed wrappers
 import fastinfer.nn                       # drop-in modules built on them
 from fastinfer import LLM, SamplingParams # the engine; needs the extra `fastinfer[engine]`
+from fastinfer import optimize, restore   # a transformers model with fastinfer's modules, and back
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastinfer.engine.llm import LLM
     from fastinfer.engine.sampling_params import SamplingParams
+    from fastinfer.integrations.optimize import optimize, restore
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "nn", "ops"]
+__all__ = ["LLM", "SamplingParams", "__version__", "nn", "ops", "optimize", "restore"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from fastinfer.engine.sampling_params import SamplingParams
 
         return SamplingParams
+    if name in ("optimize", "restore"):
+        from fastinfer.integrations import optimize as module
+
+        return getattr(module, name)
     if name in ("nn", "ops"):
         import importlib
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastinfer import ops
+from fastinfer.nn._apart import list_apart
 from fastinfer.nn._linear import QuantizedLinear
 from fastinfer.nn.merged_linear import MergedLinear
 from fastinfer.nn.norm import OP_DTYPES, wants_grad
@@ -52,9 +53,7 @@ class GatedMLP(nn.Module):
         self.down_proj: nn.Module = nn.Linear(
             intermediate_size, hidden_size, bias, device=device, dtype=dtype
         )
-        self._listed_apart = True
-        self.register_state_dict_post_hook(_take_apart)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_put_together)  # type: ignore[no-untyped-call]
+        list_apart(self, _parts(intermediate_size, intermediate_size))
 
     @classmethod
     def from_projections(
@@ -68,11 +67,18 @@ class GatedMLP(nn.Module):
             options: of the class, such as GeGLU's `tanh_approx`.
 
         Raises:
-            TypeError, ValueError: gate and up cannot be merged; see `MergedLinear`.
+            TypeError, ValueError: gate and up cannot be merged (see `MergedLinear`), or differ in
+                output features.
         """
+        if gate.out_features != up.out_features:
+            raise ValueError(
+                f"{cls.__name__}: up: expected {gate.out_features} output features as gate has, "
+                f"got {up.out_features}"
+            )
         merged = MergedLinear(cast(list[nn.Linear], [gate, up])).linear
         mlp = cls.from_merged(merged, down, **options)
-        mlp._listed_apart = isinstance(merged, nn.Linear)
+        if isinstance(merged, nn.Linear):
+            list_apart(mlp, _parts(gate.out_features, up.out_features))
         return mlp
 
     @classmethod
@@ -80,7 +86,7 @@ class GatedMLP(nn.Module):
         """The layer of a gate-up projection that is one already, gate first, and of `down`."""
         mlp = cls(1, 1, device="meta", **options)
         mlp.gate_up_proj, mlp.down_proj = gate_up, down
-        mlp._listed_apart = False
+        list_apart(mlp, {})
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,22 +146,5 @@ class GeGLU(GatedMLP):
         return F.gelu(gate, approximate="tanh" if self.tanh_approx else "none")
 
 
-def _names(mlp: GatedMLP, prefix: str) -> list[tuple[str, str, str]]:
-    """Merged, gate's and up's names in a state_dict, for each tensor that is listed apart."""
-    if not mlp._listed_apart:
-        return []
-    return [
-        (f"{prefix}gate_up_proj.{name}", f"{prefix}gate_proj.{name}", f"{prefix}up_proj.{name}")
-        for name, _ in mlp.gate_up_proj.named_parameters(recurse=False)
-    ]
-
-
-def _take_apart(mlp: GatedMLP, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for merged, gate, up in _names(mlp, prefix):
-        state_dict[gate], state_dict[up] = state_dict.pop(merged).chunk(2)
-
-
-def _put_together(mlp: GatedMLP, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for merged, gate, up in _names(mlp, prefix):
-        if gate in state_dict and up in state_dict:
-            state_dict[merged] = torch.cat([state_dict.pop(gate), state_dict.pop(up)])
+def _parts(gate: int, up: int) -> dict[str, dict[str, int]]:
+    return {"gate_up_proj": {"gate_proj": gate, "up_proj": up}}

@@ -137,8 +137,10 @@ def test_projections_that_cannot_be_merged_are_refused() -> None:
     down = nn.Linear(40, 24)
     with pytest.raises(ValueError, match="in_features"):
         SwiGLU.from_projections(nn.Linear(24, 40), nn.Linear(23, 40), down)
-    with pytest.raises(TypeError, match="parts"):
-        SwiGLU.from_projections(nn.Linear(24, 40), nn.Conv1d(1, 1, 1), down)
+    with pytest.raises(ValueError, match="up: expected 40 output features"):
+        SwiGLU.from_projections(nn.Linear(24, 40), nn.Linear(24, 41), down)
+    with pytest.raises(TypeError, match="parts: expected all"):
+        SwiGLU.from_projections(nn.Linear(24, 40), Int8Linear(24, 40), down)
 
 
 @by_kind
