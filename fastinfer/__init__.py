@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastinfer.engine.llm import LLM
     from fastinfer.engine.sampling_params import SamplingParams
+    from fastinfer.integrations.graph import graph
     from fastinfer.integrations.optimize import optimize, restore
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "nn", "ops", "optimize", "restore"]
+__all__ = ["LLM", "SamplingParams", "__version__", "graph", "nn", "ops", "optimize", "restore"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from fastinfer.engine.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "graph":
+        from fastinfer.integrations.graph import graph
+
+        return graph
     if name in ("optimize", "restore"):
         from fastinfer.integrations import optimize as module
 

@@ -76,7 +76,7 @@ class RotaryTables(nn.Module):
         angles = position_ids.flatten()[:, None].double() * inv_freq.to(x.device).double()
         table = torch.cat((angles.cos(), angles.sin()), -1) * scaling
         rows = torch.arange(position_ids.numel(), device=x.device).view(position_ids.shape)
-        return Rotation(table.float(), rows.expand(x.shape[:2]).reshape(-1))
+        return Rotation(table.float(), rows.expand(x.shape[:2]).flatten().contiguous())
 
 
 class MergedAttention(nn.Module):

@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ValueError: shapes or dtypes do not fit; on CPU also a position past the table.
         """
-        tokens = positions.expand(q.shape[:-2]).reshape(-1)
+        tokens = positions.expand(q.shape[:-2]).flatten().contiguous()
         return rotate(q, k, tokens, self.cos_sin, interleaved=self.interleaved)
 
     def extra_repr(self) -> str:
