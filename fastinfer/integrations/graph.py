@@ -87,6 +87,7 @@ class GraphedModel:
         places = tuple(layer.keys.data_ptr() for layer in cache.layers)
         if self._places.setdefault(cache, places) != places:
             # Beam search moves what is in a cache to new tensors at each step.
+            self._places[cache] = None
             return self._forward(*args, **options)
         tensors = _tensors(options)
         others = tuple(

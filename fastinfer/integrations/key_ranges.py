@@ -2,16 +2,17 @@
 
 A batch [B, S] of padded or packed sequences consists of segments: queries of one row that see keys
 of one row, causally, the last query standing at the last key, maybe through a sliding window. All
-that transformers' causal masks mean is segments, and attention over ragged sequences needs no more.
+that transformers' causal masks mean is segments, and attention over ragged sequences needs no more:
+int32 [N, 5] of (row, first key, end key, first query, end query), by row and query.
 
 `KeyRanges` go through a model's layers as one tensor of 4 dimensions, since transformers hands on
-such masks as they are:
+such masks as they are. It holds the bounds of ragged sequences, made once for all layers:
 
-    int32 [N, 1, W + 1, 5] of (row, first key, end key, first query, end query), by row and query
+    int32 [1, 3, W + 1, M]: (query, key in its row, row of the key)
 
 The third dimension has stride 0. Its size tells the window W to the host (0: none), which the
-tensor's contents could not without waiting for the device. No columns, [1, 1, W + 1, 0], stand for
-one segment a row, of all its queries and keys.
+tensor's contents could not without waiting for the device. Without bounds, [1, 3, W + 1, 0], each
+row is one segment of all its queries and keys.
 """
 
 from __future__ import annotations
@@ -21,38 +22,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_COLUMNS = 5
-
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Segments [N, 5] as above, or None: all of each row; and the window, 0 for none."""
+    """Bounds [3, M] as above, or None; and the window, 0 for none."""
 
-    segments: Tensor | None
+    bounds: Tensor | None
     window: int
 
     def as_mask(self, device: torch.device | str) -> Tensor:
         """The tensor that goes through the layers."""
-        if self.segments is None:
-            return torch.empty((1, 1, self.window + 1, 0), dtype=torch.int32, device=device)
-        return self.segments[:, None, None].expand(-1, 1, self.window + 1, _COLUMNS)
+        bounds = self.bounds
+        if bounds is None:
+            bounds = torch.empty((3, 0), dtype=torch.int32, device=device)
+        return bounds[None, :, None].expand(1, 3, self.window + 1, -1)
 
     @staticmethod
     def of_mask(mask: Tensor) -> KeyRanges | None:
         """What `as_mask` made; None for any other tensor."""
-        if mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[3] not in (0, _COLUMNS):
+        if mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[:2] != (1, 3):
             return None
-        segments = mask[:, 0, 0] if mask.shape[3] else None
-        return KeyRanges(segments, mask.shape[2] - 1)
+        return KeyRanges(mask[0, :, 0] if mask.shape[3] else None, mask.shape[2] - 1)
+
+    def cumulative_lengths(self, row_distance: int) -> tuple[Tensor, Tensor]:
+        """cu_seqlens_q and cu_seqlens_k, int32 [M], of keys whose rows are so many tokens apart."""
+        if self.bounds is None:
+            raise ValueError("KeyRanges: bounds: expected a tensor, got None: rows are whole")
+        query, key, row = self.bounds.unbind(0)
+        return query, torch.add(key, row, alpha=row_distance)
 
     def dense(self, batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """bool [B, 1, Sq, Sk]: which keys each query sees."""
         query = torch.arange(num_queries, device=device)[:, None]
         key = torch.arange(num_keys, device=device)
-        if self.segments is None:
+        if self.bounds is None:
             seen = self._seen(num_keys - num_queries + query, key)
             return seen.expand(batch, 1, -1, -1)
-        row, first_key, end_key, first_query, end_query = self.segments.long().T[..., None, None]
+        # Every third sequence is a segment; the last two are what follows it.
+        begin, end = (self.bounds.long()[:, i:-1:3, None, None] for i in (2, 3))
+        row, first_key, end_key = end[2], begin[1], end[1]
+        first_query, end_query = (x[0] - row * num_queries for x in (begin, end))
         inside = (key >= first_key) & (key < end_key) & (query >= first_query) & (query < end_query)
         seen = inside & self._seen(end_key - end_query + query, key)
         counts = torch.zeros(batch, num_queries, num_keys, dtype=torch.int32, device=device)
@@ -63,6 +72,35 @@ class KeyRanges:
         """Whether the query at a position sees a key of its segment."""
         causal = key <= position
         return causal & (key > position - self.window) if self.window else causal
+
+
+def bounds_of_segments(segments: Tensor, batch: int, num_queries: int, num_keys: int) -> Tensor:
+    """The bounds of ragged sequences in which each segment is one.
+
+    What lies between segments is in sequences too: queries that have no keys, so that they result
+    in 0, and then keys that have no queries, so that nothing reads them.
+
+    Args:
+        segments: int32 [N, 5].
+        batch, num_queries, num_keys: of the rows, each of which has so many queries and keys.
+
+    Returns:
+        int32 [3, 3N + 3] as at the head of this module.
+    """
+    row, first_key, end_key, first_query, end_query = segments.unbind(1)
+    first_query, end_query = first_query + row * num_queries, end_query + row * num_queries
+    end_before, row_before = (torch.cat((x.new_zeros(1), x[:-1])) for x in (end_key, row))
+    starts = segments.new_zeros(3, 1)
+    last = segments.new_tensor([[batch * num_queries] * 2, [0, num_keys], [0, batch - 1]])
+    last[1:, 0] = torch.stack((end_key[-1], row[-1]))
+    between = torch.stack(
+        (
+            torch.stack((first_query, first_query, end_query), 1),
+            torch.stack((end_before, first_key, end_key), 1),
+            torch.stack((row_before, row, row), 1),
+        )
+    )
+    return torch.cat((starts, between.flatten(1), last), 1).contiguous()
 
 
 def padded_segments(valid: Tensor, num_queries: int, first_query_key: int) -> Tensor | None:
@@ -111,31 +149,3 @@ def ragged_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """The segments [N, 5] of one row, of the sequences between these bounds [N + 1]."""
     bounds = (cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q[:-1], cu_seqlens_q[1:])
     return torch.stack((torch.zeros_like(bounds[0]), *bounds), 1).int()
-
-
-def cumulative_lengths(
-    segments: Tensor, query_rows: tuple[int, int], key_rows: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """The bounds of ragged sequences in which each segment is one.
-
-    What lies between segments is in sequences too: queries that have no keys, so that they result
-    in 0, and then keys that have no queries, so that nothing reads them.
-
-    Args:
-        segments: int32 [N, 5].
-        query_rows, key_rows: the distance of two rows and the number of all tokens, in tokens.
-
-    Returns:
-        cu_seqlens_q, cu_seqlens_k: int32 [3N + 3].
-    """
-    row, first_key, end_key, first_query, end_query = segments.unbind(1)
-    (query_row, num_queries), (key_row, num_keys) = query_rows, key_rows
-    first_query, end_query = (x + row * query_row for x in (first_query, end_query))
-    first_key, end_key = (x + row * key_row for x in (first_key, end_key))
-    zero = segments.new_zeros(1)
-    end_before = torch.cat((zero, end_key[:-1]))
-    queries = torch.stack((first_query, first_query, end_query), 1).flatten()
-    keys = torch.stack((end_before, first_key, end_key), 1).flatten()
-    last_query = segments.new_full((2,), num_queries)
-    last_key = torch.cat((end_key[-1:], segments.new_full((1,), num_keys)))
-    return torch.cat((zero, queries, last_query)), torch.cat((zero, keys, last_key))

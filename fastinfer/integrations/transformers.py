@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from fastinfer import ops
-from fastinfer.integrations.key_ranges import KeyRanges, cumulative_lengths, ragged_segments
+from fastinfer.integrations.key_ranges import KeyRanges, bounds_of_segments, ragged_segments
 from fastinfer.integrations.transformers_masks import attention_mask as make_mask
 from fastinfer.nn.norm import OP_DTYPES, wants_grad
 
@@ -73,9 +73,10 @@ def attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ranges, mask = _ranges_or_mask(attention_mask, bool(causal))
-    if cu_seq_lens_q is not None and ranges is not None and ranges.segments is None:
-        bounds = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        ranges = KeyRanges(ragged_segments(*bounds), ranges.window)
+    if cu_seq_lens_q is not None and ranges is not None and ranges.bounds is None:
+        given = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        size = query.shape[0], query.shape[2], key.shape[2]
+        ranges = KeyRanges(bounds_of_segments(ragged_segments(*given), *size), ranges.window)
     if (
         mask is not None
         or dropout > 0.0
@@ -105,9 +106,9 @@ def attention(
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
     }
-    if ranges is None or ranges.segments is None:
+    if ranges is None or ranges.bounds is None:
         return ops.flash_attention(q, k, v, **options)[0], None
-    return _ragged_attention(q, k, v, ranges.segments, options), None
+    return _ragged_attention(q, k, v, ranges, options), None
 
 
 def _ranges_or_mask(mask: Tensor | None, causal: bool) -> tuple[KeyRanges | None, Tensor | None]:
@@ -126,22 +127,19 @@ def _ranges_or_mask(mask: Tensor | None, causal: bool) -> tuple[KeyRanges | None
 
 
 def _ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of [B, S, H, D] within segments; 0 for queries outside of any."""
+    """Attention of [B, S, H, D] within ranges; 0 for queries outside of any."""
     batch, num_queries = q.shape[:2]
-    flat_q = q.flatten(0, 1)
     flat_k, key_row = _tokens(k)
     flat_v, value_row = _tokens(v)
     if key_row != value_row:
         flat_k, flat_v, key_row = k.flatten(0, 1), v.flatten(0, 1), k.shape[1]
-    cu_seqlens_q, cu_seqlens_k = cumulative_lengths(
-        segments.to(q.device), (num_queries, flat_q.shape[0]), (key_row, flat_k.shape[0])
-    )
+    cu_seqlens_q, cu_seqlens_k = ranges.cumulative_lengths(key_row)
     # What lies between two segments is the end of a row and the beginning of another one.
     between = 1 if num_queries == 1 else 2
     out, _ = ops.flash_attention_varlen(
-        flat_q,
+        q.flatten(0, 1),
         flat_k,
         flat_v,
         cu_seqlens_q,

@@ -19,7 +19,12 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from fastinfer.integrations.key_ranges import KeyRanges, packed_segments, padded_segments
+from fastinfer.integrations.key_ranges import (
+    KeyRanges,
+    bounds_of_segments,
+    packed_segments,
+    padded_segments,
+)
 
 _MaskFunction = Callable[..., Any]
 
@@ -48,8 +53,8 @@ def attention_mask(
     # Who gives no leave to skip a mask of many queries may be about to change it; packed sequences
     # are the exception: they give none either.
     skip = options.get("allow_is_causal_skip", True) or q_length == 1
-    if ranges is not None and (skip or ranges.segments is not None):
-        whole = ranges.segments is None and not ranges.window
+    if ranges is not None and (skip or ranges.bounds is not None):
+        whole = ranges.bounds is None and not ranges.window
         return None if whole else ranges.as_mask(device)
     # None would be read as causal, whatever it stands for here.
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -98,7 +103,7 @@ def _key_ranges(
     if pattern.packed is not None:
         if padding is not None or size.keys != size.queries:
             return None
-        return KeyRanges(packed_segments(pattern.packed), pattern.window)
+        return _ranges(packed_segments(pattern.packed), size, pattern.window)
     num_keys = q_offset + size.queries - size.first_key  # the others are slots yet unused
     if not size.queries <= num_keys <= size.keys:
         return None
@@ -112,7 +117,11 @@ def _key_ranges(
             return KeyRanges(None, window)
         padding = torch.ones(size.batch, num_keys, dtype=torch.bool, device=device)
     segments = padded_segments(padding, size.queries, num_keys - size.queries)
-    return None if segments is None else KeyRanges(segments, window)
+    return None if segments is None else _ranges(segments, size, window)
+
+
+def _ranges(segments: Tensor, size: _Size, window: int) -> KeyRanges:
+    return KeyRanges(bounds_of_segments(segments, size.batch, size.queries, size.keys), window)
 
 
 class _Pattern:

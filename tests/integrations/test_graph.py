@@ -67,7 +67,7 @@ def test_beam_search_moves_its_cache(graphed: Graphed) -> None:
     ids = token_ids()
     options = {"cache_implementation": "static", "num_beams": 2}
     tokens = generated(model, ids, left_padding(ids), **options)
-    assert recorder.replays <= 1
+    assert recorder.replays < 3  # of 8 steps: those before it was seen to move
     graphs.close()
     assert torch.equal(generated(model, ids, left_padding(ids), **options), tokens)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastinfer.integrations.key_ranges import (
     KeyRanges,
-    cumulative_lengths,
+    bounds_of_segments,
     packed_segments,
     padded_segments,
 )
@@ -57,10 +57,18 @@ def test_packed_sequences() -> None:
 
 def test_bounds_leave_nothing_out() -> None:
     segments = torch.tensor([[0, 2, 4, 1, 3], [1, 0, 3, 0, 3]], dtype=torch.int32)
-    queries, keys = cumulative_lengths(segments, (3, 6), (10, 14))
+    ranges = KeyRanges(bounds_of_segments(segments, 2, 3, 4), 0)
+    queries, keys = ranges.cumulative_lengths(10)
     # Of every three sequences: queries without keys, keys without queries, the segment.
     assert queries.tolist() == [0, 1, 1, 3, 3, 3, 6, 6, 6]
     assert keys.tolist() == [0, 0, 2, 4, 4, 10, 13, 13, 14]
+    assert queries.is_contiguous() and keys.is_contiguous()
+    assert queries.dtype == keys.dtype == torch.int32
+
+
+def test_whole_rows_have_no_bounds() -> None:
+    with pytest.raises(ValueError, match="rows are whole"):
+        KeyRanges(None, 0).cumulative_lengths(10)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])
@@ -72,7 +80,8 @@ def test_dense_is_what_it_says(window: int, kind: str) -> None:
         "padded": padded_segments(valid, 4, 0),
         "packed": packed_segments(ids),
     }[kind]
-    got = KeyRanges(segments, window).dense(2, 4, 4, torch.device("cpu"))
+    bounds = None if segments is None else bounds_of_segments(segments, 2, 4, 4)
+    got = KeyRanges(bounds, window).dense(2, 4, 4, torch.device("cpu"))
     for b in range(2):
         for q in range(4):
             for k in range(4):
@@ -87,19 +96,23 @@ def test_dense_is_what_it_says(window: int, kind: str) -> None:
 @pytest.mark.parametrize("window", [0, 1, 4096])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_mask_says_the_same_as_its_ranges(window: int, padded: bool) -> None:
-    segments = padded_segments(bools("011", "111"), 3, 0) if padded else None
-    mask = KeyRanges(segments, window).as_mask("cpu")
+    bounds = None
+    if padded:
+        segments = padded_segments(bools("011", "111"), 3, 0)
+        assert segments is not None
+        bounds = bounds_of_segments(segments, 2, 3, 3)
+    mask = KeyRanges(bounds, window).as_mask("cpu")
     back = KeyRanges.of_mask(mask)
     assert back is not None and back.window == window
-    assert mask.untyped_storage().nbytes() <= 2 * 5 * 4  # whatever the window
-    if segments is None:
-        assert back.segments is None
+    assert mask.untyped_storage().nbytes() <= 3 * 9 * 4  # whatever the window
+    if bounds is None:
+        assert back.bounds is None
     else:
-        assert back.segments is not None and torch.equal(back.segments, segments)
+        assert back.bounds is not None and torch.equal(back.bounds, bounds)
 
 
 @pytest.mark.parametrize(
-    "mask", [torch.ones(2, 1, 3, 5).bool(), torch.ones(2, 1, 3, 5), torch.ones(2, 5).int()]
+    "mask", [torch.ones(1, 3, 3, 6).bool(), torch.ones(1, 3, 3, 6), torch.ones(2, 1, 3, 6).int()]
 )
 def test_other_masks_are_no_ranges(mask: Tensor) -> None:
     assert KeyRanges.of_mask(mask) is None
