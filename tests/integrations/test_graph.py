@@ -30,7 +30,7 @@ class Recorder:
 
         def replay() -> None:
             self.replays += 1
-            if "logits" not in result:
+            if result.logits is None:
                 result.logits = step().logits
             else:
                 result.logits.copy_(step().logits)
@@ -75,12 +75,10 @@ def test_beam_search_moves_its_cache(graphed: Graphed) -> None:
 def steps(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
     """The logits of each token of [B, S] after a prompt of 3, by calls of the model."""
     results = [logits(model, ids[:, :3], cache=cache)]
-    mask = torch.ones_like(ids)
     for t in range(3, ids.shape[1]):
         with torch.no_grad():
             out = model(
                 input_ids=ids[:, t : t + 1],
-                attention_mask=mask[:, : t + 1],
                 position_ids=torch.full((len(ids), 1), t),
                 cache=cache,
             )
@@ -93,6 +91,7 @@ def test_results_of_a_step_stay(graphed: Graphed) -> None:
     ids = token_ids(2, 8)
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     got = steps(model, cache, ids)
+    assert graphs.num_graphs == 1
     graphs.close()
     expected = steps(model, transformers.StaticCache(config=model.config, max_cache_len=16), ids)
     for a, b in zip(got, expected, strict=True):

@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import masking_utils
 
-from fastinfer.integrations.transformers import attention
+from fastinfer.integrations.transformers import attention, make_mask
 from tests.helpers import assert_accurate
 from tests.integrations.tools import (
     FAMILIES,
@@ -126,8 +127,8 @@ def test_a_prompt_in_pieces(family: str, padded: bool, monkeypatch: pytest.Monke
         assert_accurate(out.logits[rows], expected[:, piece][rows], before[:, piece][rows])
 
 
-def without_torch_forbidden(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    models = both("llama", monkeypatch)
+def without_torch_forbidden(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, Any]:
+    models = both("llama", monkeypatch, **changes)
     monkeypatch.undo()
     return models
 
@@ -177,6 +178,48 @@ def test_an_overlay_is_not_taken_for_a_causal_mask(monkeypatch: pytest.MonkeyPat
         assert torch.equal(mask("fastinfer", **overlay), mask("sdpa", **overlay))
     wanted = mask("fastinfer", allow_is_causal_skip=False)
     assert torch.equal(wanted, mask("sdpa", allow_is_causal_skip=False))
+
+
+NO_LEFT_PADDING = torch.zeros(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.bidirectional_mask_function,
+        masking_utils.sliding_window_bidirectional_mask_function(2),
+        masking_utils.chunked_causal_mask_function(3, NO_LEFT_PADDING),
+        masking_utils.sliding_window_overlay(2),
+        masking_utils.and_masks(
+            masking_utils.causal_mask_function, lambda batch, head, query, key: key % 2 == 0
+        ),
+        masking_utils.or_masks(
+            masking_utils.causal_mask_function, lambda batch, head, query, key: key % 2 == 0
+        ),
+    ],
+    ids=["bidirectional", "window around", "chunks", "window alone", "and", "or"],
+)
+def test_what_is_not_causal_alone_stays_a_mask(function: Any) -> None:
+    size = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": function}
+    for padding in (None, torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()):
+        got = make_mask(**size, attention_mask=padding)
+        expected = masking_utils.sdpa_mask(
+            **size, attention_mask=padding, allow_is_causal_skip=False
+        )
+        assert got is not None and expected is not None and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_static_cache_without_padding(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = both(family, monkeypatch)
+    ids = token_ids(rows, 10)
+    options = {"cache_implementation": "static", "max_length": 30, "max_new_tokens": None}
+    mask = torch.ones_like(ids)
+    expected = generated(plain, ids, mask, **options)
+    assert torch.equal(generated(model, ids, mask, **options), expected)
 
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +288,7 @@ def test_what_the_ops_do_not_take_is_torchs(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiles_as_one_graph(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = without_torch_forbidden(monkeypatch)
+    model, plain = without_torch_forbidden(monkeypatch, num_hidden_layers=1)
     ids = token_ids(2, 9)
     mask = left_padding(ids) if padded else torch.ones_like(ids)
     inputs = {"attention_mask": mask} if padded else {}
