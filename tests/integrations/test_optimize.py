@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,16 @@ def test_state_dict_is_the_same_and_loads(family: str) -> None:
             parameter.mul_(0.9)
     model.load_state_dict(other.state_dict())
     assert_same_logits(model, other, token_ids())
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_is_saved_as_a_plain_model(family: str, tmp_path: Path) -> None:
+    model, plain = both(family)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(plain)
+    ids = token_ids()
+    assert_bit_equal(logits(loaded, ids), logits(plain, ids))
 
 
 @by_family
