@@ -74,9 +74,11 @@ def optimize(
     """
     if hasattr(model, _STATE):
         raise ValueError("fastinfer.optimize: expected a model as it was, got an optimised one")
+    quantizer = None if quantization is None else _quantizer(quantization)
     report, state = Report(), _State(restorable=restorable)
-    if quantization is not None:
-        _quantize(model, _quantizer(quantization), set(skip), report, state)
+    setattr(model, _STATE, state)  # first, so that a model that is left half done can be restored
+    if quantizer is not None:
+        _quantize(model, quantizer, set(skip), report, state)
     wanted = {"norms": norms, "mlps": mlps, "attention": False}
     if attention:
         wanted["attention"] = _set_attention(model, report, state)
@@ -86,7 +88,6 @@ def optimize(
     if wanted["attention"]:
         _replace_rotary(model, report, state)
     _name_the_unknown(model, wanted, report)
-    setattr(model, _STATE, state)
     return report
 
 
@@ -223,9 +224,11 @@ def _as_linear(module: Any) -> nn.Linear | None:
     if is_plain_linear(module):
         linear: nn.Linear = module
         return linear
-    if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or module.weight.dim() != 2:
+    if type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
         return None
-    n_in, n_out = module.weight.shape
+    n_in, n_out = module.nx, module.nf
+    if module.weight.shape != (n_in, n_out):
+        return None
     linear = nn.Linear(n_in, n_out, bias=module.bias is not None, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
     linear.bias = module.bias

@@ -69,11 +69,17 @@ def attention(
         [B, Sq, H, D] and, with output_attentions, [B, H, Sq, Sk].
 
     Raises:
-        ValueError: a mask that is none of these.
+        ValueError: a mask that is none of these, or bounds for several rows.
     """
+    softcap = softcap or None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ranges, mask = _ranges_or_mask(attention_mask, bool(causal))
     if cu_seq_lens_q is not None and ranges is not None and ranges.bounds is None:
+        if query.shape[0] != 1:
+            raise ValueError(
+                "fastinfer attention: cu_seq_lens_q: expected sequences packed into one row, got "
+                f"{query.shape[0]} rows"
+            )
         given = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         size = query.shape[0], query.shape[2], key.shape[2]
         ranges = KeyRanges(bounds_of_segments(ragged_segments(*given), *size), ranges.window)

@@ -387,6 +387,23 @@ def test_a_layer_that_cannot_be_quantized_is_left() -> None:
     assert left.path == "model.layers.1.mlp.down_proj" and "finite" in left.reason
 
 
+def test_a_model_left_half_done_can_be_restored() -> None:
+    model = tiny_model("llama")
+    modules, seen = dict(model.named_modules()), []
+
+    def fails(linear: nn.Linear) -> nn.Module:
+        seen.append(linear)
+        if len(seen) == 5:
+            raise MemoryError
+        return LowBitLinear.from_linear(linear, bits=8)
+
+    with pytest.raises(MemoryError):
+        fastinfer.optimize(model, quantization=fails)
+    assert dict(model.named_modules()) != modules
+    fastinfer.restore(model)
+    assert dict(model.named_modules()) == modules
+
+
 def test_restore_needs_the_originals() -> None:
     model = tiny_model("llama")
     fastinfer.optimize(model, quantization="int8", restorable=False)

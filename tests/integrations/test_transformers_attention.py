@@ -276,12 +276,19 @@ def test_what_is_no_mask_is_refused() -> None:
             attention(nn.Module(), q, k, v, mask)
 
 
+def test_bounds_of_several_rows_are_refused() -> None:
+    q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
+    bounds = torch.tensor([0, 5, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected sequences packed into one row, got 2 rows"):
+        attention(nn.Module(), q, k, v, None, cu_seq_lens_q=bounds)
+
+
 @pytest.mark.parametrize("shape", [(1, 600), (2, 8)], ids=["head size", "float64"])
 def test_what_the_ops_do_not_take_is_torchs(shape: tuple[int, int]) -> None:
     heads, size = shape
     dtype = torch.float32 if size > 512 else torch.float64
     q, k, v = (torch.randn(1, heads, 5, size, dtype=dtype) for _ in range(3))
-    out, _ = attention(nn.Module(), q, k, v, None)
+    out, _ = attention(nn.Module(), q, k, v, None, softcap=0.0)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
