@@ -1,5 +1,16 @@
 """Quantization of weights: recipes, and algorithms as pure functions of tensors."""
 
+from fastinfer.quant.gptq import gptq
+from fastinfer.quant.grid import Quantized
 from fastinfer.quant.recipe import Recipe, Scheme
+from fastinfer.quant.rtn import rtn
+from fastinfer.quant.statistics import InputStatistics
 
-__all__ = ["Recipe", "Scheme"]
+__all__ = [
+    "InputStatistics",
+    "Quantized",
+    "Recipe",
+    "Scheme",
+    "gptq",
+    "rtn",
+]
