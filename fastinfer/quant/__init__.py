@@ -1,5 +1,6 @@
 """Quantization of weights: recipes, and algorithms as pure functions of tensors."""
 
+from fastinfer.quant.awq import awq, awq_scales, fold_into_norm
 from fastinfer.quant.gptq import gptq
 from fastinfer.quant.grid import Quantized
 from fastinfer.quant.recipe import Recipe, Scheme
@@ -11,6 +12,9 @@ __all__ = [
     "Quantized",
     "Recipe",
     "Scheme",
+    "awq",
+    "awq_scales",
+    "fold_into_norm",
     "gptq",
     "rtn",
 ]
