@@ -61,7 +61,8 @@ def gptq(
         order: in which columns are rounded, and what groups are; with 2 bits, "none" may do no
             better than rounding to nearest. "none": as they stand; a group's
             range is that of its weights when its first column is reached. "act": by descending
-            H[j, j], and groups are neighbours in that order; the result has a `perm`. "static":
+            H[j, j], and groups are neighbours in that order; the result of several groups has a
+            `perm`. "static":
             in the same order, but groups are neighbours as they stand, with the ranges that they
             have in the beginning; no `perm`. "group": whole groups by descending largest H[j, j],
             inside a group by descending H[j, j]; ranges as in "none", no `perm`. (A partial group
@@ -120,7 +121,8 @@ def gptq(
             errors[j - begin] = error
         rest[end:] -= factor[begin:end, end:].t() @ errors
 
-    perm = columns if order == "act" else None
+    # Where all columns are one group, its codes can stay where they are.
+    perm = columns if order == "act" and count > 1 else None
     if perm is None:
         codes = torch.empty_like(codes).index_copy_(0, columns, codes)
     packed = pack(codes.t(), scales, zeros, bits, group_size, symmetric=symmetric, perm=perm)
