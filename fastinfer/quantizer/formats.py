@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from fastinfer.quant import Scheme
 
 Schemes = Mapping[str, Scheme | None]
 Config = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ def _plain(schemes: Schemes) -> list[str]:
 
 
 def _compressed_config(schemes: Schemes) -> Config:
+    if any(_has_g_idx(scheme) for scheme in _quantized(schemes).values()):
+        _log.warning(
+            "format 'compressed-tensors': columns in order 'act' need weight_g_idx, which "
+            "the package compressed-tensors reads no more since version 0.20; orders 'static' and "
+            "'group' do without; format 'gptq' has a place for it"
+        )
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, scheme in _quantized(schemes).items():
         groups.setdefault(tuple(_compressed_weights(scheme).items()), []).append(name)
@@ -69,6 +77,10 @@ def _compressed_config(schemes: Schemes) -> Config:
     }
 
 
+def _has_g_idx(scheme: Scheme) -> bool:
+    return scheme.order == "act" and scheme.group_size != -1
+
+
 def _compressed_weights(scheme: Scheme) -> Config:
     whole = scheme.group_size == -1
     order = {"none": None, "act": "group"}.get(scheme.order, "static")
@@ -88,7 +100,8 @@ def _compressed_tensors(
     weight: PackedWeight, scheme: Scheme, config: Config
 ) -> Mapping[str, Tensor | None]:
     tensors = to_compressed_tensors(weight)._asdict()
-    if scheme.order == "act" and scheme.group_size != -1:
+    # Also where all of a projection's inputs happen to be one group, since the config promises it.
+    if _has_g_idx(scheme):
         tensors["weight_g_idx"] = weight.group_index().int()
     return tensors
 

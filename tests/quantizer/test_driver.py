@@ -18,6 +18,7 @@ from fastinfer.models import load
 from fastinfer.nn import LowBitLinear
 from fastinfer.quant import Recipe, Scheme
 from fastinfer.quantizer import driver, quantize_model
+from fastinfer.quantizer.formats import FORMATS
 from fastinfer.quantizer.walk import Walk
 from fastinfer.quantizer.windows import window_batch, window_cache
 from tests.models.tools import paged_logits
@@ -223,3 +224,28 @@ def test_several_files_and_an_index(
     quantize_model(source, tmp_path / "many", Recipe(), [TEXT], **OPTIONS)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) == 3
     assert torch.equal(logits_of(tmp_path / "one"), logits_of(tmp_path / "many"))
+
+
+def test_order_act_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for order, warned in (("static", False), ("group", False), ("act", True)):
+        caplog.clear()
+        FORMATS["compressed-tensors"].config({"a": Scheme(order=order)})
+        assert ("need weight_g_idx" in caplog.text) == warned
+
+
+def test_gptq_settings_by_name_and_awq_refused() -> None:
+    four, eight = Scheme(symmetric=True), Scheme(bits=8, symmetric=True, order="act")
+    config = FORMATS["gptq"].config({"m.a": four, "m.b": eight, "m.c": None, "m.d": four})
+    assert (config["bits"], config["desc_act"], config["checkpoint_format"]) == (4, False, "gptq")
+    assert config["dynamic"] == {
+        r"+:m\.b$": {"bits": 8, "group_size": 128, "sym": True, "desc_act": True},
+        r"-:m\.c$": {},
+    }
+    assert FORMATS["gptq"].config({"a": Scheme()})["checkpoint_format"] == "gptq_v2"
+    for schemes, message in (
+        ({"a": Scheme(bits=3)}, "expected 4 bits and columns in order, got 3 bits"),
+        ({"a": Scheme(order="act")}, "got 4 bits in order of activation"),
+        ({"a": Scheme(), "b": Scheme(group_size=64)}, "expected one scheme .*, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FORMATS["awq"].config(schemes)
