@@ -156,13 +156,11 @@ def _inverse_factor(op: str, hessian: Tensor, damping: float) -> Tensor:
 
     With J the reversal: J H J = L L^T, so H = (J L J)(J L J)^T, and U is the inverse of J L J.
     """
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    # Where no input came at all, any diagonal rounds to nearest.
+    mean = float(hessian.diagonal().mean()) or 1.0
     for _ in range(_DAMPINGS):
         damped = hessian.clone()
         damped.diagonal().add_(damping * mean)
-        damped.diagonal()[dead] = 1.0
         lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not info and lower.isfinite().all():
             unit = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)

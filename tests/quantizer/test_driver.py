@@ -132,8 +132,10 @@ def test_what_was_interrupted_goes_on_to_the_same_result(
     quantized: list[int] = []
     quantize_layer = driver.quantize_layer
 
-    def failing(walk: Walk, i: int, *arguments: Any, **options: Any) -> Any:
-        if i == 1:
+    interrupted = True
+
+    def recorded(walk: Walk, i: int, *arguments: Any, **options: Any) -> Any:
+        if i == 1 and interrupted:
             raise _Interrupted
         quantized.append(i)
         return quantize_layer(walk, i, *arguments, **options)
@@ -141,11 +143,11 @@ def test_what_was_interrupted_goes_on_to_the_same_result(
     def run() -> Any:
         return quantize_model(source, out, recipe, [TEXT], **OPTIONS)
 
-    monkeypatch.setattr(driver, "quantize_layer", failing)
+    monkeypatch.setattr(driver, "quantize_layer", recorded)
     with pytest.raises(_Interrupted):
         run()
     assert not out.exists() and (tmp_path / "out.work" / "layer-00000.safetensors").exists()
-    monkeypatch.setattr(driver, "quantize_layer", quantize_layer)
+    interrupted = False
     # Then on the way to the final name.
     rename = os.rename
 
@@ -162,7 +164,7 @@ def test_what_was_interrupted_goes_on_to_the_same_result(
     with pytest.raises(ValueError, match="with another calibration"):
         quantize_model(source, out, recipe, [TEXT[::-1]], **OPTIONS)
     run()
-    assert quantized == [0]
+    assert quantized == [0, 1]
     assert files_of(out) == files_of(whole)
     assert not (tmp_path / "out.work").exists()
 
@@ -227,10 +229,12 @@ def test_several_files_and_an_index(
 
 
 def test_order_act_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    for order, warned in (("static", False), ("group", False), ("act", True)):
+    for order, actorder in (("none", None), ("static", "static"), ("group", "static"),
+                            ("act", "group")):  # fmt: skip
         caplog.clear()
-        FORMATS["compressed-tensors"].config({"a": Scheme(order=order)})
-        assert ("need weight_g_idx" in caplog.text) == warned
+        config = FORMATS["compressed-tensors"].config({"a": Scheme(order=order)})
+        assert config["config_groups"]["group_0"]["weights"]["actorder"] == actorder
+        assert ("need weight_g_idx" in caplog.text) == (order == "act")
 
 
 def test_gptq_settings_by_name_and_awq_refused() -> None:
