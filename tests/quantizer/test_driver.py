@@ -83,6 +83,7 @@ def test_what_is_saved_loads_and_computes_what_was_measured(
     decoder = load(out).decoder
     assert any(isinstance(m, LowBitLinear) for m in decoder.modules())
     walk = walks[0]
+    assert all(p.linear.plain_weight().is_meta for i in range(2) for p in walk.projections(i))
     ids = driver.calibration_windows([TEXT], driver.load_tokenizer(source), samples=12, length=32)
     hidden = paged_hidden(decoder, ids[0].tolist())
     residual = walk.states[0].clone()
@@ -253,3 +254,20 @@ def test_gptq_settings_by_name_and_awq_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             FORMATS["awq"].config(schemes)
+
+
+def test_one_layer_has_memory_at_a_time(
+    folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Walk.advance
+    allocated: list[list[bool]] = []
+
+    def observed(walk: Walk, i: int) -> None:
+        linears = [[p.linear for p in walk.projections(layer)] for layer in range(3)]
+        allocated.append([not any(x.plain_weight().is_meta for x in of) for of in linears])
+        advance(walk, i)
+
+    monkeypatch.setattr(Walk, "advance", observed)
+    source = folder(num_hidden_layers=3)
+    quantize_model(source, tmp_path / "out", Recipe(Scheme("rtn")), [TEXT], **OPTIONS)
+    assert allocated == [[i == j for j in range(3)] for i in range(3)]
