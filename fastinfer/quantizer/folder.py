@@ -35,8 +35,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
     """Writes a safetensors file that is there whole or not at all."""
     safetensors = extra("safetensors.torch", "writing safetensors files")
     part = path.with_name(path.name + ".part")
+    part.touch()
+    mode = part.stat().st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.save_file(contiguous, part, metadata={"format": "pt", **metadata})
+    part.chmod(mode)  # some versions make it readable to its owner alone
     with part.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(part, path)

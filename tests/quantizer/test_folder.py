@@ -51,6 +51,8 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     tensors, metadata = read_tensors(path)
     assert torch.equal(tensors["x"], torch.tensor([[0, 2], [1, 3]]))
     assert metadata["report"] == "[]"
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
