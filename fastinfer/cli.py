@@ -1,6 +1,4 @@
-"""The command line: `fastinfer generate`, `fastinfer chat`, `fastinfer doctor` and
-`fastinfer tune`.
-"""
+"""The command line: `fastinfer generate`, `chat`, `quantize`, `eval`, `doctor` and `tune`."""
 
 from __future__ import annotations
 
@@ -118,6 +116,20 @@ def _tune(args: argparse.Namespace) -> int:
 
     options = {name: getattr(args, name) for name in _TUNE_OPTIONS if hasattr(args, name)}
     return tuner.main(**options)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from fastinfer.quantizer import commands
+
+    options = {name: getattr(args, name) for name in _QUANTIZE_OPTIONS if hasattr(args, name)}
+    return commands.quantize(args.model, args.out, **options)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from fastinfer.quantizer import commands
+
+    options = {name: getattr(args, name) for name in _EVAL_OPTIONS if hasattr(args, name)}
+    return commands.evaluate(args.model, **options)
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -294,6 +306,35 @@ _TUNE_OPTIONS: dict[str, _Option] = {
     "dry_run": {"action": "store_true", "help": "measure, but write nothing"},
 }
 
+_TEXT: _Option = {"nargs": "+", "required": True, "metavar": "FILE"}
+
+_QUANTIZE_OPTIONS: dict[str, _Option] = {
+    "text": {**_TEXT, "help": 'to calibrate on: text, or .jsonl with a "text" in each line'},
+    "method": {"help": "rtn, gptq or awq; default: gptq"},
+    "bits": {"type": int, "help": "of the codes: 2, 3, 4 or 8; default: 4"},
+    "group_size": {"type": int, "help": "inputs that share a scale, -1 for all; default: 128"},
+    "symmetric": {"action": "store_true", "help": "no zero points"},
+    "order": {"help": "of columns in GPTQ: none, act, static or group; default: none"},
+    "damping": {"type": float, "help": "of GPTQ's Hessian; default: 0.01"},
+    "recipe": {"metavar": "FILE", "help": "JSON with these options, and overrides by module name"},
+    "samples": {"type": int, "help": "windows of the text; default: 128"},
+    "seq_len": {"type": int, "help": "tokens of each; default: 512"},
+    "format": {"help": "compressed-tensors (the default), gptq or awq"},
+    "device": {"help": "where layers are computed; default: cpu"},
+    "sequential": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "projections see what the quantized ones before them give; default: yes",
+    },
+}
+
+_EVAL_OPTIONS: dict[str, _Option] = {
+    "text": {**_TEXT, "help": "to predict"},
+    "window": {"type": int, "help": "tokens that are seen at once; default: 1024"},
+    "windows": {"type": int, "help": "at most so many of each file; default: all"},
+    **{name: _ENGINE_OPTIONS[name] for name in ("dtype", "quantization", "max_model_len")},
+    "device": {"help": "cpu or cuda; default: cpu"},
+}
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -313,6 +354,14 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = command("tune", _tune, "measure how low-bit products are best cut on this GPU")
     _add_options(tune, _TUNE_OPTIONS)
+
+    quantize = command("quantize", _quantize, "save a model with weights of few bits")
+    evaluate = command("eval", _eval, "measure a model's perplexity on texts")
+    for sub in (quantize, evaluate):
+        sub.add_argument("model", help="a folder, a GGUF file, a hub id, or smollm2")
+    quantize.add_argument("out", help="a folder that does not exist yet")
+    _add_options(quantize, _QUANTIZE_OPTIONS)
+    _add_options(evaluate, _EVAL_OPTIONS)
 
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to complete; - reads it from stdin")

@@ -107,22 +107,31 @@ class Decoder(nn.Module):
         Returns:
             [T, hidden_size], after the last norm.
         """
-        residual = F.embedding(batch.input_ids, self.embed_tokens)
+        residual = self.embed(batch)
         if not len(residual):
             return residual
+        hidden: Tensor | None = None
+        for layer, step, (k_cache, v_cache) in zip(
+            self.layers, self.layer_steps(batch), kv_caches, strict=True
+        ):
+            hidden = layer(hidden, residual, k_cache, v_cache, batch, step)
+        assert hidden is not None
+        self.norm.add_inplace(hidden, residual)
+        return hidden
+
+    def embed(self, batch: Batch) -> Tensor:
+        """What goes into the first layer, a fresh [T, hidden_size]."""
+        residual = F.embedding(batch.input_ids, self.embed_tokens)
         if self._embedding_scale != 1.0:
             residual.mul_(self._embedding_scale)
         if self.embed_positions is not None:
             residual.add_(F.embedding(batch.positions, self.embed_positions))
+        return residual
+
+    def layer_steps(self, batch: Batch) -> list[AttentionStep]:
+        """What each layer's attention needs in a step; layers of one kind share it."""
         steps = self._attention_steps(batch)
-        hidden: Tensor | None = None
-        for layer, kind, (k_cache, v_cache) in zip(
-            self.layers, self._kind_of_layer, kv_caches, strict=True
-        ):
-            hidden = layer(hidden, residual, k_cache, v_cache, batch, steps[kind])
-        assert hidden is not None
-        self.norm.add_inplace(hidden, residual)
-        return hidden
+        return [steps[kind] for kind in self._kind_of_layer]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of R rows [R, hidden_size] that `forward` returned."""

@@ -86,6 +86,11 @@ class Linear(nn.Module):
         if weight is not None and weight.is_meta:
             self.weight = empty(tuple(weight.shape), weight.dtype, self.device)
 
+    def release(self) -> None:
+        """Drops the values of a weight that is not packed: it is as before `allocate`."""
+        if self.weight is not None:
+            self.weight = empty(tuple(self.weight.shape), self.weight.dtype, torch.device("meta"))
+
     def set_codes(self, first: int, weight: PackedWeight) -> None:
         """Takes the weight of output features from ``first`` on as codes that others chose."""
         self._codes[first] = weight

@@ -109,7 +109,7 @@ def load(
             )
     else:
         assert path is not None
-        checkpoint = _open(path, load_format)
+        checkpoint = open_checkpoint(path, load_format)
         config = checkpoint.config
         if quantization is not None and checkpoint.quantization is not None:
             raise ValueError(
@@ -146,7 +146,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     """
     slots = decoder.weight_slots()
     embedding = decoder.embed_tokens.data
-    _check(checkpoint, slots, embedding)
+    check_weights(checkpoint, slots, embedding)
     by_layer = decoder.quantization is not None or decoder.deferred
     layers = range(len(decoder.layers) if by_layer else 0)
     layer_of = {name: i for i in layers for name in decoder.layer_slots(i)}
@@ -204,7 +204,8 @@ def fill_dummy(decoder: Decoder) -> None:
             module.pack()
 
 
-def _open(path: Path, load_format: str) -> Checkpoint:
+def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
+    """The folder or GGUF file at a path, whose weights are not read yet; raises as `load`."""
     if path.is_dir():
         if load_format == "gguf":
             raise ValueError(f"load: load_format 'gguf' needs a file, got the folder {path}")
@@ -214,7 +215,8 @@ def _open(path: Path, load_format: str) -> Checkpoint:
     return GGUFCheckpoint(path)
 
 
-def _check(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) -> None:
+def check_weights(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: Tensor) -> None:
+    """A checkpoint has the weights of `Decoder.weight_slots`, and no other; ValueError."""
     missing = dict(slots)
     for tensor in checkpoint.tensors():
         where = f"{checkpoint.path}: tensor {tensor.name}"

@@ -366,7 +366,7 @@ def _compressed_scheme(where: str, group: Fields) -> Scheme:
         if group.get(key):
             raise unsupported(where + key, group[key], "none")
     weights = _object(where + "weights", group.get("weights"))
-    bits = _option(weights, where, "num_bits", (4, 8), weights.get("num_bits"))
+    bits = _option(weights, where, "num_bits", (2, 3, 4, 8), weights.get("num_bits"))
     _option(weights, where, "type", ("int",), weights.get("type", "int"))
     _option(weights, where, "strategy", ("group", "channel"), weights.get("strategy"))
     symmetric = weights.get("symmetric", True)

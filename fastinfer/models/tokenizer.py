@@ -41,6 +41,10 @@ class Tokenizer:
         )
         return text
 
+    def save(self, folder: Path) -> None:
+        """Writes the files that `load_tokenizer` reads."""
+        self._tokenizer.save_pretrained(folder)
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> list[int]:

@@ -358,23 +358,13 @@ def _quantize(
         grouped = pad(rows, (0, groups * group_size - k)).reshape(-1, groups, group_size)
         low = grouped.amin(2).clamp(max=0)
         high = grouped.amax(2).clamp(min=0)
-        if symmetric:
-            scale = torch.maximum(high, -low) / (largest / 2)
-        else:
-            scale = high / largest - low / largest  # high - low might overflow
-        scale = _rounded_up(scale, scale_dtype)
-        if not scale.isfinite().all():
-            raise ValueError(
-                f"fastinfer::{op}: scale_dtype: expected one that holds scales for weights up to "
-                f"{float(rows.abs().max()):g}, got {scale_dtype}"
-            )
-        scale = torch.where(scale == 0, 1, scale)
+        try:
+            scale, zero = scales_of_ranges(low, high, bits, symmetric, scale_dtype)
+        except ValueError as error:
+            raise ValueError(f"fastinfer::{op}: {error}") from error
         scales[:, first:last] = scale.t()
         scale = scale.float()
-        if zeros is None:
-            zero = torch.full_like(scale, 2 ** (bits - 1))
-        else:
-            zero = (-low / scale).round().clamp(0, largest)
+        if zeros is not None:
             zeros[:, first:last] = zero.t()
         codes = (grouped / scale.unsqueeze(2)).round_() + zero.unsqueeze(2)
         return codes.clamp_(0, largest).to(torch.uint8).flatten(1)[:, :k]
@@ -385,6 +375,33 @@ def _quantize(
         counts = torch.full((n,), count, device=weight.device)
         outliers = Outliers(offsets_of(counts), columns.flatten(), values.flatten())
     return PackedWeight(qweight, scales, zeros, None, bits, group_size, (n, k), outliers)
+
+
+def scales_of_ranges(
+    low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scales, in `dtype`, and zero points for weights from low <= 0 to high >= 0: see
+    `quantize_weight`.
+
+    Raises:
+        ValueError: a scale is beyond the range of `dtype`.
+    """
+    largest = 2**bits - 1
+    if symmetric:
+        scale = torch.maximum(high, -low) / (largest / 2)
+    else:
+        scale = high / largest - low / largest  # high - low might overflow
+    stored = _rounded_up(scale, dtype)
+    if not stored.isfinite().all():
+        greatest = float(torch.maximum(high, -low).max())
+        raise ValueError(
+            f"scale_dtype: expected one that holds scales for weights up to {greatest:g}, "
+            f"got {dtype}"
+        )
+    stored = torch.where(stored == 0, 1, stored)
+    if symmetric:
+        return stored, torch.full_like(low, 2 ** (bits - 1))
+    return stored, (-low / stored.to(low.dtype)).round().clamp(0, largest)
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -105,6 +105,13 @@ CASES: dict[str, tuple[dict[str, Any], Pack, bool, bool]] = {
     "compressed-zeros": (
         compressed_config(4, 64, False), compressed(symmetric=False, act_order=False), False, False,
     ),
+    "compressed-3": (
+        compressed_config(3, 32, False), compressed(symmetric=False, act_order=False), False, False,
+    ),
+    "compressed-2-by-group": (
+        compressed_config(2, 16, True, "group"), compressed(symmetric=True, act_order=True),
+        True, True,
+    ),
     "compressed-by-weight": (
         compressed_config(4, 32, True, "weight"), compressed(symmetric=True, act_order=False),
         True, False,
