@@ -19,8 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class KeyRanges:
         if self.bounds is None:
             seen = self._seen(num_keys - num_queries + query, key)
             return seen.expand(batch, 1, -1, -1)
-        # Every third sequence is a segment; the last two are what follows it.
-        begin, end = (self.bounds.long()[:, i:-1:3, None, None] for i in (2, 3))
+        # Of each sequence, in the row where it ends; most have no queries or no keys.
+        begin, end = (x.long()[:, :, None, None] for x in (self.bounds[:, :-1], self.bounds[:, 1:]))
         row, first_key, end_key = end[2], begin[1], end[1]
         first_query, end_query = (x[0] - row * num_queries for x in (begin, end))
         inside = (key >= first_key) & (key < end_key) & (query >= first_query) & (query < end_query)
@@ -74,11 +78,12 @@ class KeyRanges:
         return causal & (key > position - self.window) if self.window else causal
 
 
-def bounds_of_segments(segments: Tensor, batch: int, num_queries: int, num_keys: int) -> Tensor:
+def bounds_of_segments(segments: Array, batch: int, num_queries: int, num_keys: int) -> Array:
     """The bounds of ragged sequences in which each segment is one.
 
     What lies between segments is in sequences too: queries that have no keys, so that they result
-    in 0, and then keys that have no queries, so that nothing reads them.
+    in 0, and then keys that have no queries, so that nothing reads them. On the host: a decode step
+    is short beside the launches that this would be on a device.
 
     Args:
         segments: int32 [N, 5].
@@ -87,23 +92,37 @@ def bounds_of_segments(segments: Tensor, batch: int, num_queries: int, num_keys:
     Returns:
         int32 [3, 3N + 3] as at the head of this module.
     """
-    row, first_key, end_key, first_query, end_query = segments.unbind(1)
+    row, first_key, end_key, first_query, end_query = segments.T
     first_query, end_query = first_query + row * num_queries, end_query + row * num_queries
-    end_before, row_before = (torch.cat((x.new_zeros(1), x[:-1])) for x in (end_key, row))
-    starts = segments.new_zeros(3, 1)
-    last = segments.new_tensor([[batch * num_queries] * 2, [0, num_keys], [0, batch - 1]])
-    last[1:, 0] = torch.stack((end_key[-1], row[-1]))
-    between = torch.stack(
+    end_before, row_before = (np.concatenate(([0], x[:-1])) for x in (end_key, row))
+    bounds = np.zeros((3, 3 * len(segments) + 3), dtype=np.int32)
+    for line, points in enumerate(
         (
-            torch.stack((first_query, first_query, end_query), 1),
-            torch.stack((end_before, first_key, end_key), 1),
-            torch.stack((row_before, row, row), 1),
+            (first_query, first_query, end_query),
+            (end_before, first_key, end_key),
+            (row_before, row, row),
         )
-    )
-    return torch.cat((starts, between.flatten(1), last), 1).contiguous()
+    ):
+        bounds[line, 1:-2] = np.stack(points, 1).ravel()
+    bounds[:, -2] = batch * num_queries, end_key[-1], row[-1]
+    bounds[:, -1] = batch * num_queries, num_keys, batch - 1
+    return bounds
 
 
-def padded_segments(valid: Tensor, num_queries: int, first_query_key: int) -> Tensor | None:
+def bounds_of_one_row(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int) -> Tensor:
+    """The bounds of ragged sequences that are one row, which they need not fill: int32 [3, M + 2].
+
+    Nothing waits for the device.
+    """
+    ends = cu_seqlens_q.new_tensor([0, num_queries])
+    queries = torch.cat((ends[:1], cu_seqlens_q, ends[1:]))
+    keys = torch.cat((cu_seqlens_k[:1], cu_seqlens_k, cu_seqlens_k[-1:]))
+    return torch.stack((queries, keys, torch.zeros_like(queries))).int()
+
+
+def padded_segments(
+    valid: NDArray[np.bool_], num_queries: int, first_query_key: int
+) -> Array | None:
     """The segments of rows with padding at their ends.
 
     Args:
@@ -112,40 +131,32 @@ def padded_segments(valid: Tensor, num_queries: int, first_query_key: int) -> Te
         first_query_key: the key that is the first query: Sk - Sq.
 
     Returns:
-        int32 [B, 5]; None if the tokens of a row are not together. Waits for the device.
+        int32 [B, 5]; None if the tokens of a row are not together.
     """
     size = valid.shape[1]
-    count = valid.sum(1)
-    first = valid.int().argmax(1)
-    end = torch.where(count > 0, size - valid.flip(1).int().argmax(1), first)
-    if not torch.equal(end - first, count):
+    count, first = valid.sum(1), valid.argmax(1)
+    end = np.where(count > 0, size - valid[:, ::-1].argmax(1), first)
+    if (end - first != count).any():
         return None
-    first_query = (first - first_query_key).clamp(0, num_queries)
-    end_query = (end - first_query_key).clamp(0, num_queries)
+    first_query = (first - first_query_key).clip(0, num_queries)
+    end_query = (end - first_query_key).clip(0, num_queries)
     if num_queries == 1:
         # A query that is padding sees nothing; so all rows have one, and none is longer.
-        end = torch.where(end_query > first_query, end, first)
-        first_query, end_query = torch.zeros_like(first), torch.ones_like(first)
-    row = torch.arange(len(valid), device=valid.device)
-    return torch.stack((row, first, end, first_query, end_query), 1).int()
+        end = np.where(end_query > first_query, end, first)
+        first_query, end_query = np.zeros_like(first), np.ones_like(first)
+    row = np.arange(len(valid))
+    return np.stack((row, first, end, first_query, end_query), 1).astype(np.int32)
 
 
-def packed_segments(ids: Tensor) -> Tensor:
+def packed_segments(ids: NDArray[np.int64]) -> Array:
     """The segments of rows of several sequences; ids [B, S] change where one begins.
 
     Returns:
-        int32 [N, 5], queries and keys being the same tokens. Waits for the device.
+        int32 [N, 5], queries and keys being the same tokens.
     """
-    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts = np.ones(ids.shape, dtype=np.bool_)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    row, first = starts.nonzero().unbind(1)
-    size = ids.shape[1]
-    following = torch.cat((first[1:], first.new_zeros(1)))
-    end = torch.where(following == 0, size, following)  # a row's last segment
-    return torch.stack((row, first, end, first, end), 1).int()
-
-
-def ragged_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """The segments [N, 5] of one row, of the sequences between these bounds [N + 1]."""
-    bounds = (cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q[:-1], cu_seqlens_q[1:])
-    return torch.stack((torch.zeros_like(bounds[0]), *bounds), 1).int()
+    row, first = starts.nonzero()
+    following = np.append(first[1:], 0)
+    end = np.where(following == 0, ids.shape[1], following)  # a row's last segment
+    return np.stack((row, first, end, first, end), 1).astype(np.int32)

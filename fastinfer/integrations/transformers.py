@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from fastinfer import ops
-from fastinfer.integrations.key_ranges import KeyRanges, bounds_of_segments, ragged_segments
+from fastinfer.integrations.key_ranges import KeyRanges, bounds_of_one_row
 from fastinfer.integrations.transformers_masks import attention_mask as make_mask
 from fastinfer.nn.norm import OP_DTYPES, wants_grad
 
@@ -81,8 +81,7 @@ def attention(
                 f"{query.shape[0]} rows"
             )
         given = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        size = query.shape[0], query.shape[2], key.shape[2]
-        ranges = KeyRanges(bounds_of_segments(ragged_segments(*given), *size), ranges.window)
+        ranges = KeyRanges(bounds_of_one_row(*given, query.shape[2]), ranges.window)
     if (
         mask is not None
         or dropout > 0.0

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import (
     and_masks,
@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from fastinfer.integrations.key_ranges import (
+    Array,
     KeyRanges,
     bounds_of_segments,
     packed_segments,
@@ -103,25 +104,25 @@ def _key_ranges(
     if pattern.packed is not None:
         if padding is not None or size.keys != size.queries:
             return None
-        return _ranges(packed_segments(pattern.packed), size, pattern.window)
+        return _ranges(packed_segments(pattern.packed.cpu().numpy()), size, pattern.window, device)
     num_keys = q_offset + size.queries - size.first_key  # the others are slots yet unused
     if not size.queries <= num_keys <= size.keys:
         return None
     window = pattern.window if pattern.window < num_keys else 0
+    valid = np.ones((size.batch, num_keys), dtype=np.bool_)
     if padding is not None:
-        padding = padding[:, size.first_key : size.first_key + num_keys]
-        padding = F.pad(padding, (0, num_keys - padding.shape[1]))
-        padding = None if padding.all() else padding
-    if padding is None:
-        if num_keys == size.keys:
-            return KeyRanges(None, window)
-        padding = torch.ones(size.batch, num_keys, dtype=torch.bool, device=device)
-    segments = padded_segments(padding, size.queries, num_keys - size.queries)
-    return None if segments is None else _ranges(segments, size, window)
+        given = padding[:, size.first_key : size.first_key + num_keys].bool().cpu().numpy()
+        valid[:, : given.shape[1]] = given
+        valid[:, given.shape[1] :] = False
+    if num_keys == size.keys and valid.all():
+        return KeyRanges(None, window)
+    segments = padded_segments(valid, size.queries, num_keys - size.queries)
+    return None if segments is None else _ranges(segments, size, window, device)
 
 
-def _ranges(segments: Tensor, size: _Size, window: int) -> KeyRanges:
-    return KeyRanges(bounds_of_segments(segments, size.batch, size.queries, size.keys), window)
+def _ranges(segments: Array, size: _Size, window: int, device: torch.device | str) -> KeyRanges:
+    bounds = bounds_of_segments(segments, size.batch, size.queries, size.keys)
+    return KeyRanges(torch.from_numpy(bounds).to(device), window)
 
 
 class _Pattern:
