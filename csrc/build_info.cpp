@@ -24,6 +24,6 @@ FI_EXPORT const char* fastinfer_cuda_ops() {
              ? ""
              : "rms_norm fused_add_rms_norm_ append_paged_kv_cache_ "
                "qk_norm_rope_append_ flash_attention flash_attention_varlen "
-               "paged_attention plan_attention "
-               "merge_attention_states int2_gemm int3_gemm int4_gemm int8_gemm";
+               "paged_attention plan_attention merge_attention_states "
+               "int2_gemm int3_gemm int4_gemm int8_gemm fp8_scaled_mm int8_scaled_mm";
 }

@@ -57,6 +57,25 @@ def test_cuda_kernels_are_built_where_they_are_required() -> None:
     assert b"rms_norm_kernel" in _library.PATH.read_bytes()
 
 
+def hand_written_ops() -> set[str]:
+    """The public ops that the sources of csrc/cuda register."""
+    csrc = Path(__file__).parent.parent / "csrc"
+    functional = (csrc / "functional.h").read_text()
+    names: set[str] = set()
+    for path in [*csrc.glob("cuda/**/*.cu"), *csrc.glob("cuda/**/*.cpp")]:
+        text = path.read_text()
+        for function in re.findall(r"functional::register_(\w+)<", text):
+            text += functional.split(f"void register_{function}(")[1].split("\n}\n")[0]
+        names |= set(re.findall(r'm\.impl\("([a-z]\w*)"', text))
+    return names
+
+
+def test_ops_with_hand_written_kernels_are_named() -> None:
+    if not _library.cuda_archs():
+        pytest.skip("built without CUDA kernels")
+    assert sorted(_library.cuda_ops()) == sorted(hand_written_ops())
+
+
 def test_the_library_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", None)
     assert _library.cpu_isa() and _library.rows_bucket(9) == 16
