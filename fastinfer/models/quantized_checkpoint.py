@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastinfer.models.fields import unsupported
@@ -247,9 +248,11 @@ def _gptq_optional(scheme: Scheme) -> tuple[str, ...]:
 
 def _gptq_repack(tensors: Tensors, scheme: Scheme) -> PackedWeight:
     g_idx = tensors.get("g_idx")
-    # Without act-order some writers leave it at 0, which is not how groups lie.
-    if g_idx is not None and not scheme.act_order and not g_idx.any():
-        g_idx = None
+    # Without act-order some writers leave it at 0, which is not how groups lie. (Nor may it be
+    # dropped: it alone says how many columns there are.)
+    if g_idx is not None and not scheme.act_order and not g_idx.any() and scheme.group_size != -1:
+        columns = torch.arange(len(g_idx), dtype=g_idx.dtype, device=g_idx.device)
+        g_idx = columns // scheme.group_size
     weight = repack_gptq(
         tensors["qweight"],
         tensors.get("qzeros"),
