@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -162,7 +162,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     )
     tied_head = embedding
     for tensor in progress:
-        if _is_tied_head(tensor, slots):
+        if is_tied_head(tensor, slots):
             tied_head = torch.empty_like(embedding)
             tensor.copy_to(tied_head)
         elif tensor.slot in layer_of:
@@ -178,12 +178,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
                 tensor.copy_to(decoder.lm_head.plain_weight())
         elif tensor.slot is not None and tensor.slot in slots:
             tensor.copy_to(slots[tensor.slot])
-    # A tied checkpoint may hold the matrix twice; if the copies differ, its config is wrong.
-    if tied_head is not embedding and not torch.equal(tied_head, embedding):
-        raise ValueError(
-            f"{checkpoint.path}: tensor lm_head.weight: equal to the embedding expected, since the "
-            "config says tie_word_embeddings, got another matrix"
-        )
+    check_tied_head(checkpoint, tied_head, embedding)
 
 
 def fill_dummy(decoder: Decoder) -> None:
@@ -222,7 +217,7 @@ def check_weights(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: T
         where = f"{checkpoint.path}: tensor {tensor.name}"
         if tensor.is_buffer:
             continue
-        if _is_tied_head(tensor, slots):
+        if is_tied_head(tensor, slots):
             slot = embedding
         elif tensor.slot is None or tensor.slot not in slots:
             if tensor.beside_codes and _is_zero(tensor):
@@ -249,6 +244,22 @@ def check_weights(checkpoint: Checkpoint, slots: dict[str, Tensor], embedding: T
         )
 
 
+def check_tied_head(checkpoint: Checkpoint, head: Tensor, embedding: Tensor) -> None:
+    """A tied checkpoint may hold the matrix twice; if the copies differ, its config is wrong:
+    ValueError.
+    """
+    if head is not embedding and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{checkpoint.path}: tensor lm_head.weight: equal to the embedding expected, since the "
+            "config says tie_word_embeddings, got another matrix"
+        )
+
+
+def is_tied_head(tensor: CheckpointTensor, slots: Mapping[str, Tensor]) -> bool:
+    """It is an output projection, and the model has none beside its embedding."""
+    return tensor.slot == HEAD and HEAD not in slots
+
+
 def _fill_projection(linear: Linear, first: int, tensor: CheckpointTensor) -> bool:
     """Gives a projection the codes that a checkpoint has of it, or else memory to be filled."""
     if tensor.read_codes is None:
@@ -269,10 +280,6 @@ def _pack(decoder: Decoder, i: int, path: Path) -> None:
         decoder.layer(i).pack()
     except ValueError as error:
         raise ValueError(f"{path}: layer {i}: {error}") from error
-
-
-def _is_tied_head(tensor: CheckpointTensor, slots: dict[str, Tensor]) -> bool:
-    return tensor.slot == HEAD and HEAD not in slots
 
 
 def _check_quantization(quantization: object) -> None:

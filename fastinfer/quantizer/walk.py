@@ -12,7 +12,7 @@ from fastinfer.models.architectures import HEAD, architecture
 from fastinfer.models.decoder import Decoder
 from fastinfer.models.layer import DecoderLayer
 from fastinfer.models.linear import Linear
-from fastinfer.models.loader import Checkpoint, check_weights
+from fastinfer.models.loader import Checkpoint, check_tied_head, check_weights, is_tied_head
 from fastinfer.quant import InputStatistics
 from fastinfer.quantizer.windows import window_batch, window_cache
 
@@ -80,6 +80,12 @@ class Walk:
         self.rest = [name for name in slots if name not in in_layers]
         """Weights outside of layers."""
         self._read({name: slots[name] for name in self.rest if name != HEAD})
+        for tensor in checkpoint.tensors():
+            if is_tied_head(tensor, slots):
+                head = torch.empty_like(self.decoder.embed_tokens)
+                tensor.copy_to(head)
+                rounded = head.to(self.dtype).to(head.dtype)
+                check_tied_head(checkpoint, rounded, self.decoder.embed_tokens)
         batch = window_batch(torch.zeros(length, dtype=torch.int64, device=device))
         self._batch, self._steps = batch, self.decoder.layer_steps(batch)
         self._cache = window_cache(self.config, length, torch.float32, device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastinfer.models import load
@@ -32,3 +33,21 @@ def test_odd_widths(folder: Make, tmp_path: Path, format: str, group_size: int) 
                    **OPTIONS)  # fmt: skip
     plain = logits_of(source)
     assert float((logits_of(out) - plain).norm() / plain.norm()) < 0.1
+
+
+def change(folder: Path, name: str, changed: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    """Gives the checkpoint of a folder another tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = changed(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused(folder: Make, tmp_path: Path) -> None:
+    source, out = folder(tie_word_embeddings=True), tmp_path / "out"
+    change(source, "lm_head.weight", lambda t: 2 * t["model.embed_tokens.weight"])
+    for call in (load, lambda path: quantize_model(path, out, Recipe(), [TEXT], **OPTIONS)):
+        with pytest.raises(ValueError, match=r"lm_head\.weight: equal to the embedding expected"):
+            call(source)
+    assert list(tmp_path.iterdir()) == [source]
+    change(source, "lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone())
+    quantize_model(source, out, Recipe(), [TEXT], **OPTIONS)
