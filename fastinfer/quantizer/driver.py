@@ -122,13 +122,15 @@ def quantize_model(
 
     work = out.with_name(out.name + ".work")
     _open_work(work, _fingerprint(path, ids, recipe, format, sequential))
+    # First, since what is wrong with the output projection is better known before the layers.
+    rest = work / "rest.safetensors"
+    write_tensors(rest, walk.rest_tensors())
     reports: list[ProjectionReport] = []
     files = []
     for i in layers:
         files.append(work / f"layer-{i:05d}.safetensors")
         reports += _layer(walk, i, job, files[-1])
-    files.append(work / "rest.safetensors")
-    write_tensors(files[-1], walk.rest_tensors())
+    files.append(rest)
     report = {"recipe": recipe.to_dict(), "projections": [vars(r) for r in reports]}
     write_folder(
         out, work / "folder", path, tokenizer, checkpoint.config, job.config, files, report

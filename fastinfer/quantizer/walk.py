@@ -49,8 +49,9 @@ class Walk:
         device: where all is computed.
 
     Raises:
-        ValueError: a window longer than the model's context, tokens that it has not, or as
-            `fastinfer.models.load` for the checkpoint.
+        ValueError: a window longer than the model's context, tokens that it has not, NaN or
+            infinity in a weight (also when a layer is loaded), or as `fastinfer.models.load` for
+            the checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor, device: torch.device) -> None:
@@ -120,7 +121,10 @@ class Walk:
             self.decoder.lm_head.allocate()
             self._read({HEAD: self.decoder.lm_head.plain_weight()})
         slots = self.decoder.weight_slots()
-        return {name: slots[name].to(self.dtype, copy=True).cpu() for name in self.rest}
+        tensors = {name: slots[name].to(self.dtype, copy=True).cpu() for name in self.rest}
+        if HEAD in self.rest:
+            self.decoder.lm_head.release()
+        return tensors
 
     def plain_tensors(self, i: int, quantized: Mapping[str, object]) -> dict[str, Tensor]:
         """A layer's weights that are not those of quantized projections."""
@@ -174,5 +178,15 @@ class Walk:
         for tensor in self._checkpoint.tensors():
             if tensor.slot is not None and tensor.slot in slots:
                 tensor.copy_to(slots[tensor.slot])
-        for slot in slots.values():
+        for name, slot in slots.items():
             slot.copy_(slot.to(self.dtype))
+            _check_finite(name, slot)
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    finite = weight.isfinite()
+    if not finite.all():
+        place = (~finite).nonzero()[0].tolist()
+        module, _, kind = name.rpartition(".")
+        got = float(weight[tuple(place)])
+        raise ValueError(f"{module}: {kind}: expected finite values, got {got} at {place}")

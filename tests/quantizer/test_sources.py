@@ -51,3 +51,25 @@ def test_a_tied_head_that_is_another_matrix_is_refused(folder: Make, tmp_path: P
     assert list(tmp_path.iterdir()) == [source]
     change(source, "lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone())
     quantize_model(source, out, Recipe(), [TEXT], **OPTIONS)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    "name", ["lm_head", "model.norm", "model.embed_tokens", "model.layers.1.mlp.down_proj"]
+)
+def test_weights_that_stay_plain_are_numbers(
+    folder: Make, tmp_path: Path, name: str, value: float
+) -> None:
+    def broken(tensors: dict[str, Tensor]) -> Tensor:
+        weight = tensors[f"{name}.weight"].clone()
+        weight.view(-1)[-1] = value
+        return weight
+
+    source, out = folder(), tmp_path / "out"
+    change(source, f"{name}.weight", broken)
+    recipe = Recipe(overrides={"*.1.mlp.down_proj": None})
+    with pytest.raises(
+        ValueError, match=rf"{name}: weight: expected finite values, got {value} at \["
+    ):
+        quantize_model(source, out, recipe, [TEXT], **OPTIONS)
+    assert not out.exists()
