@@ -83,7 +83,8 @@ def write_folder(
         fields = read_json(source / "config.json")
         for pattern in _COPIED:
             for file in source.glob(pattern):
-                if file.name != "config.json" and not file.name.endswith(".index.json"):
+                own = file.name == "config.json" or file.name.endswith(".index.json")
+                if file.is_file() and not own:
                     shutil.copyfile(file, building / file.name)
     else:
         fields = hf_fields(config)

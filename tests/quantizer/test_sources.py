@@ -73,3 +73,11 @@ def test_weights_that_stay_plain_are_numbers(
     ):
         quantize_model(source, out, recipe, [TEXT], **OPTIONS)
     assert not out.exists()
+
+
+def test_what_is_no_file_is_not_copied(folder: Make, tmp_path: Path) -> None:
+    source, out = folder(), tmp_path / "out"
+    (source / "training.json").mkdir()
+    (source / "notes.txt").symlink_to("nowhere")
+    quantize_model(source, out, Recipe(Scheme("rtn")), [TEXT], **OPTIONS)
+    assert not {p.name for p in out.iterdir()} & {"training.json", "notes.txt"}
