@@ -94,14 +94,16 @@ def quantize_model(
     Raises:
         FileNotFoundError: the model is missing.
         FileExistsError: there is something at ``out``.
-        ValueError: a model that is quantized already or otherwise refused by
-            `fastinfer.models.load`, a recipe that names what the model has not or the format has no
-            place for, too little text, NaN or infinity in weights or activations, or a work folder
-            of another run.
+        ValueError: ``out`` in the model's folder, a model that is quantized already or otherwise
+            refused by `fastinfer.models.load`, a recipe that names what the model has not or the
+            format has no place for, too little text, NaN or infinity in weights or activations, or
+            a work folder of another run.
     """
     path, out = resolve(model), Path(out)
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"quantize: {out}: expected a folder that does not exist yet")
+    if path.is_dir() and path.resolve() in out.resolve().parents:
+        raise ValueError(f"quantize: {out}: expected a folder outside of the model's, {path}")
     if format not in FORMATS:
         raise ValueError(f"quantize: format: expected one of {[*FORMATS]}, got {format!r}")
     checkpoint = open_checkpoint(path)

@@ -81,3 +81,13 @@ def test_what_is_no_file_is_not_copied(folder: Make, tmp_path: Path) -> None:
     (source / "notes.txt").symlink_to("nowhere")
     quantize_model(source, out, Recipe(Scheme("rtn")), [TEXT], **OPTIONS)
     assert not {p.name for p in out.iterdir()} & {"training.json", "notes.txt"}
+
+
+def test_a_result_inside_of_its_source_is_refused(folder: Make, tmp_path: Path) -> None:
+    source = folder()
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(source.iterdir())
+    for out in (source / "out", source / "more" / "out", tmp_path / "link" / "out"):
+        with pytest.raises(ValueError, match=r"out: expected a folder outside of the model's"):
+            quantize_model(source, out, Recipe(), [TEXT], **OPTIONS)
+    assert sorted(source.iterdir()) == before
