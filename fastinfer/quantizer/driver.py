@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastinfer.models.hf_checkpoint import read_json
 from fastinfer.models.loader import open_checkpoint
 from fastinfer.models.quantized_checkpoint import QuantizedFormat
 from fastinfer.models.source import resolve
@@ -223,8 +224,9 @@ def _fingerprint(
     """What a layer's result depends on, as far as a file can say it."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    config = read_json(path / "config.json") if path.is_dir() else None
     return {
-        "model": hashlib.sha256(json.dumps(stats).encode()).hexdigest(),
+        "model": hashlib.sha256(json.dumps([stats, config]).encode()).hexdigest(),
         "calibration": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "recipe": recipe.to_dict(),
         "format": format,
