@@ -202,8 +202,11 @@ def _restore(walk: Walk, i: int, job: _Job, tensors: Mapping[str, Tensor]) -> No
 def _open_work(work: Path, fingerprint: Mapping[str, Any]) -> None:
     """Makes the work folder, or goes on with one of the same run."""
     state = work / "run.json"
+    if work.is_symlink() or (work.exists() and not work.is_dir()):
+        raise ValueError(f"quantize: {work}: expected a work folder, got a file or a link")
     if not state.exists():
-        if work.exists() and any(work.iterdir()):
+        # A run that ended before it had its run.json leaves a part of that.
+        if work.exists() and {p.name for p in work.iterdir()} - {"run.json.part"}:
             raise ValueError(f"quantize: {work}: expected a work folder with run.json, got another")
         work.mkdir(parents=True, exist_ok=True)
         write_json(state, fingerprint)

@@ -1,6 +1,7 @@
 """The work folder: whatever ended a run, the next one goes on or says why not."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,43 @@ def test_another_config_is_another_model(
     source, out = folder(), tmp_path / "out"
 
     def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
+        raise RuntimeError
 
     monkeypatch.setattr(driver, "write_folder", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError):
         quantize_model(source, out, RECIPE, [TEXT], **OPTIONS)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     with pytest.raises(ValueError, match=r"out\.work is of an interrupted run with another model"):
         quantize_model(source, out, RECIPE, [TEXT], **OPTIONS)
+
+
+def test_a_run_that_ended_while_it_began_is_no_hindrance(
+    folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = folder(), tmp_path / "out"
+    replace = os.replace
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        quantize_model(source, out, RECIPE, [TEXT], **OPTIONS)
+    assert list((tmp_path / "out.work").glob("*.part"))
+    monkeypatch.setattr("os.replace", replace)
+    quantize_model(source, out, RECIPE, [TEXT], **OPTIONS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "out"]
+
+
+def test_a_work_folder_is_a_folder(folder: Make, tmp_path: Path) -> None:
+    source, work = folder(), tmp_path / "out.work"
+    work.write_text("mine")
+    with pytest.raises(ValueError, match=r"out\.work: expected a work folder, got a file"):
+        quantize_model(source, tmp_path / "out", RECIPE, [TEXT], **OPTIONS)
+    assert work.read_text() == "mine"
+    work.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    work.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="got a file or a link"):
+        quantize_model(source, tmp_path / "out", RECIPE, [TEXT], **OPTIONS)
