@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from fastinfer.quantizer.formats import FORMATS, Format
 from fastinfer.quantizer.layer import quantize_layer, round_plain, set_codes
 from fastinfer.quantizer.walk import Walk
 
+_LOCK = "lock"  # held by a run, and by nothing when it has ended in any way
 _log = logging.getLogger(__name__)
 
 
@@ -98,7 +101,7 @@ def quantize_model(
         ValueError: ``out`` in the model's folder, a model that is quantized already or otherwise
             refused by `fastinfer.models.load`, a recipe that names what the model has not or the
             format has no place for, too little text, NaN or infinity in weights or activations, or
-            a work folder of another run.
+            a work folder of another run, or one that is going on.
     """
     path, out = resolve(model), Path(out)
     if out.exists() or out.is_symlink():
@@ -124,21 +127,21 @@ def quantize_model(
     job = _job(recipe, names, format, walk, sequential)
 
     work = out.with_name(out.name + ".work")
-    _open_work(work, _fingerprint(path, ids, recipe, format, sequential))
-    # First, since what is wrong with the output projection is better known before the layers.
-    rest = work / "rest.safetensors"
-    write_tensors(rest, walk.rest_tensors())
-    reports: list[ProjectionReport] = []
-    files = []
-    for i in layers:
-        files.append(work / f"layer-{i:05d}.safetensors")
-        reports += _layer(walk, i, job, files[-1])
-    files.append(rest)
-    report = {"recipe": recipe.to_dict(), "projections": [vars(r) for r in reports]}
-    write_folder(
-        out, work / "folder", path, tokenizer, checkpoint.config, job.config, files, report
-    )
-    shutil.rmtree(work)
+    with _opened_work(work, _fingerprint(path, ids, recipe, format, sequential)):
+        # First, since what is wrong with the output projection is better known before the layers.
+        rest = work / "rest.safetensors"
+        write_tensors(rest, walk.rest_tensors())
+        reports: list[ProjectionReport] = []
+        files = []
+        for i in layers:
+            files.append(work / f"layer-{i:05d}.safetensors")
+            reports += _layer(walk, i, job, files[-1])
+        files.append(rest)
+        report = {"recipe": recipe.to_dict(), "projections": [vars(r) for r in reports]}
+        write_folder(
+            out, work / "folder", path, tokenizer, checkpoint.config, job.config, files, report
+        )
+        shutil.rmtree(work)
     return reports
 
 
@@ -199,16 +202,31 @@ def _restore(walk: Walk, i: int, job: _Job, tensors: Mapping[str, Tensor]) -> No
     round_plain(walk, i, codes)
 
 
-def _open_work(work: Path, fingerprint: Mapping[str, Any]) -> None:
-    """Makes the work folder, or goes on with one of the same run."""
+@contextlib.contextmanager
+def _opened_work(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[None]:
+    """Makes the work folder, or goes on with one of the same run; no other run has it meanwhile."""
     state = work / "run.json"
     if work.is_symlink() or (work.exists() and not work.is_dir()):
         raise ValueError(f"quantize: {work}: expected a work folder, got a file or a link")
     if not state.exists():
         # A run that ended before it had its run.json leaves a part of that.
-        if work.exists() and {p.name for p in work.iterdir()} - {"run.json.part"}:
+        if work.exists() and {p.name for p in work.iterdir()} - {_LOCK, "run.json.part"}:
             raise ValueError(f"quantize: {work}: expected a work folder with run.json, got another")
         work.mkdir(parents=True, exist_ok=True)
+    with (work / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"quantize: {work}: expected no other run in this folder, got one that is going on"
+            ) from None
+        _check_run(work, state, fingerprint)
+        yield
+
+
+def _check_run(work: Path, state: Path, fingerprint: Mapping[str, Any]) -> None:
+    """The work folder is of this run, or of none yet."""
+    if not state.exists():
         write_json(state, fingerprint)
         return
     before = json.loads(state.read_text(encoding="utf-8"))
