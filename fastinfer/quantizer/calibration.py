@@ -26,7 +26,7 @@ def read_texts(files: Iterable[str | Path]) -> list[str]:
     texts: list[str] = []
     for path in map(Path, files):
         try:
-            content = path.read_text(encoding="utf-8")
+            content = path.read_text(encoding="utf-8-sig")  # with or without a mark
         except UnicodeDecodeError as error:
             raise ValueError(f"text file {path}: expected UTF-8 ({error})") from error
         found = _json_lines(path, content) if path.suffix == ".jsonl" else [content]
@@ -77,7 +77,8 @@ def calibration_windows(
 
 def _json_lines(path: Path, content: str) -> list[str]:
     texts = []
-    for number, line in enumerate(content.splitlines(), 1):
+    # Not splitlines, which also splits where a string may have U+2028 and its like.
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -92,5 +93,12 @@ def _json_lines(path: Path, content: str) -> list[str]:
                 f'text file {path}: line {number}: expected an object with a string "text", got '
                 f"{line[:60]!r}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text file {path}: line {number}: expected text in Unicode, got half of a "
+                f"surrogate pair at {error.start}"
+            ) from error
         texts.append(text)
     return texts

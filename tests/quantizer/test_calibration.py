@@ -64,3 +64,25 @@ def test_windows_are_spread_evenly(tokenizer: Tokenizer, caplog: pytest.LogCaptu
     everything = calibration_windows(texts, tokenizer, samples=500, length=16)
     assert torch.equal(everything.flatten(), ids[: count * 16])
     assert f"500 samples asked for, the text has {count}" in caplog.text
+
+
+def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\x0cd\x1ce"  # none of which JSON escapes, but for the last two
+    file = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False), json.dumps({"text": "next"})]
+    file.write_bytes("\r\n".join(lines).encode())
+    assert read_texts([file]) == [text, "next"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "text.txt", tmp_path / "text.jsonl"
+    plain.write_text("some text", encoding="utf-8-sig")
+    lines.write_text('{"text": "some text"}', encoding="utf-8-sig")
+    assert read_texts([plain, lines]) == ["some text", "some text"]
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "good \\ud83d\\ude00"}\n{"text": "bad \\ud83d"}\n')
+    with pytest.raises(ValueError, match=r"line 2: expected text in Unicode, got .* at 4"):
+        read_texts([file])
