@@ -33,12 +33,16 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
     """Writes a safetensors file that is there whole or not at all."""
+    errors = extra("safetensors", "writing safetensors files")
     safetensors = extra("safetensors.torch", "writing safetensors files")
     part = path.with_name(path.name + ".part")
     part.touch()
     mode = part.stat().st_mode
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    safetensors.save_file(contiguous, part, metadata={"format": "pt", **metadata})
+    try:
+        safetensors.save_file(contiguous, part, metadata={"format": "pt", **metadata})
+    except errors.SafetensorError as error:  # such as a full disk
+        raise OSError(f"{path}: cannot be written ({error})") from error
     part.chmod(mode)  # some versions make it readable to its owner alone
     with part.open("rb") as file:
         os.fsync(file.fileno())

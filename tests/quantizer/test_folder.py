@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from fastinfer.models import load
 from fastinfer.models.config import ModelConfig
@@ -61,3 +62,15 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="No space left"):
         write_tensors(path, {"x": torch.zeros(1000)})
     assert torch.equal(read_tensors(path)[0]["x"], tensors["x"])
+
+
+def test_a_full_disk_is_an_os_error_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"a\.safetensors: cannot be written \(.*No space left"):
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(3)})
+    assert not (tmp_path / "a.safetensors").exists()
