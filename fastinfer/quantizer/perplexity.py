@@ -24,7 +24,7 @@ class Perplexity:
     """What `perplexity` measured."""
 
     value: float
-    """exp of the mean negative log-likelihood of a token."""
+    """exp of the mean negative log-likelihood of a token; infinity beyond floats."""
     tokens: int
     """That were scored."""
     windows: int
@@ -55,7 +55,7 @@ def perplexity(
         max_windows: at least 1; None: all.
 
     Raises:
-        ValueError: an argument out of its range, or a text shorter than a window.
+        ValueError: an argument or a token out of its range, or a text shorter than a window.
     """
     if not 2 <= window <= model.max_model_len:
         raise ValueError(
@@ -69,6 +69,13 @@ def perplexity(
         raise ValueError(
             f"perplexity: expected text of at least {window} tokens (a window), got {len(tokens)}"
         )
+    known = model.config.vocab_size
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < known:
+            raise ValueError(
+                f"perplexity: expected token ids in 0..{known - 1}, got {token}: the tokenizer is "
+                "that of another model"
+            )
     count = count if max_windows is None else min(count, max_windows)
     decoder, device = model.decoder, model.decoder.embed_tokens.device
     caches = [
@@ -83,5 +90,12 @@ def perplexity(
             logits = decoder.compute_logits(hidden[begin:end]).float()
             total += float(F.cross_entropy(logits, ids[begin + 1 : end + 1], reduction="sum"))
         scored += window - 1
-        _log.info("window %d/%d: perplexity so far %.3f", i + 1, count, math.exp(total / scored))
-    return Perplexity(math.exp(total / scored), scored, count)
+        _log.info("window %d/%d: perplexity so far %.3f", i + 1, count, _exp(total / scored))
+    return Perplexity(_exp(total / scored), scored, count)
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf

@@ -46,3 +46,15 @@ def test_bad_arguments_are_refused(folder: Make) -> None:
             perplexity(model, tokens, window=window)
     with pytest.raises(ValueError, match="max_windows: expected at least 1, got 0"):
         perplexity(model, tokens, window=8, max_windows=0)
+
+
+def test_a_model_that_is_certain_and_wrong_has_infinite_perplexity(folder: Make) -> None:
+    model = load(folder(tie_word_embeddings=False))
+    model.decoder.norm.weight.data.mul_(1e5)
+    got = perplexity(model, torch.arange(2, 66), window=32)
+    assert got.value == math.inf
+
+
+def test_tokens_of_another_model_are_refused(folder: Make) -> None:
+    with pytest.raises(ValueError, match=r"expected token ids in 0\.\.319, got 320"):
+        perplexity(load(folder()), torch.arange(300, 321), window=8)
