@@ -85,17 +85,26 @@ class Recipe:
         return self.default
 
     def check_names(self, names: Collection[str]) -> None:
-        """Every override is about a projection of the model.
+        """Every override decides about a projection of the model.
 
         Raises:
-            ValueError: one matches nothing; it is named, with a few names there are.
+            ValueError: one matches nothing, in which case a few that there are are named, or
+                nothing that those before it do not.
         """
+        open_names = set(names)
         for pattern in self.overrides:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(sorted(names)[:8])
                 raise ValueError(
                     f"recipe: {pattern!r} matches no projection of the model, which has {some}, …"
                 )
+            decided = {name for name in open_names if fnmatchcase(name, pattern)}
+            if not decided:
+                raise ValueError(
+                    f"recipe: {pattern!r} decides nothing, since all that it matches is matched by "
+                    "patterns before it: expected the particular before the general"
+                )
+            open_names -= decided
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; the inverse of `from_dict`."""
@@ -133,7 +142,10 @@ def _scheme(where: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> 
     for name in changes:
         if name not in known:
             raise ValueError(f"{where}: unknown name {name!r}; expected one of {', '.join(known)}")
-    return Scheme(**{**base, **changes})
+    try:
+        return Scheme(**{**base, **changes})
+    except ValueError as error:
+        raise ValueError(str(error).replace("recipe", where, 1)) from error
 
 
 def _object(where: str, value: Any) -> Mapping[str, Any]:

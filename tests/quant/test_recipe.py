@@ -43,6 +43,11 @@ def test_json_round_trip_and_partial_overrides() -> None:
         ({"symmetric": 1}, "symmetric: expected one of"),
         ({"order": "random"}, "order: expected one of"),
         ({"method": "rtn", "order": "act"}, "order: expected 'none' with method 'rtn', got 'act'"),
+        ({"overrides": {"*.q": {"bits": 7}}}, r"^recipe: \*\.q: bits of 'gptq': expected one of"),
+        (
+            {"order": "act", "overrides": {"*.q": {"method": "rtn"}}},
+            r"\*\.q: order: expected 'none' with method 'rtn', got 'act'",
+        ),
         ({"damping": -1}, "damping: expected a number >= 0"),
         ({"damping": float("nan")}, "damping: expected a number >= 0"),
     ],
@@ -55,6 +60,13 @@ def test_refused_by_name(values: Any, message: str) -> None:
 def test_pattern_without_projection_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'\*\.k_proj' matches no projection.*layers\.0"):
         Recipe(Scheme(), {"*.k_proj": None}).check_names(NAMES)
+
+
+def test_pattern_that_never_decides_is_refused() -> None:
+    eight = Scheme(bits=8)
+    with pytest.raises(ValueError, match=r"'\*\.q_proj' .* before it: expected the particular"):
+        Recipe(Scheme(), {"model.*": eight, "*.q_proj": None}).check_names(NAMES)
+    Recipe(Scheme(), {"*.0.*": eight, "*.q_proj": None, "*": eight}).check_names(NAMES)
 
 
 def test_what_is_no_scheme_is_refused() -> None:
