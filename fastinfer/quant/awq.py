@@ -72,11 +72,21 @@ def awq_scales(
     check_hessian(op, hessian, k, wide[0].device)
     shape = tuple(magnitude.shape)
     check(op, shape == (k,), f"magnitude: expected shape {(k,)}, got {shape}")
+    usable = magnitude.isfinite() & (magnitude >= 0)
+    if not usable.all():
+        at = int((~usable).nonzero()[0])
+        raise ValueError(
+            f"fastinfer::{op}: magnitude: expected finite numbers >= 0, got "
+            f"{float(magnitude[at])} at {at}"
+        )
     source = torch.arange(k, device=hessian.device) if source is None else source
     shape = tuple(source.shape)
     check(op, shape == (k,), f"source: expected shape {(k,)}, got {shape}")
-    h = hessian.float()
     features = int(source.max()) + 1
+    found = set(source.tolist())
+    whole = found == set(range(features))
+    check(op, whole, f"source: expected each of 0 .. {features - 1}, got {len(found)} numbers")
+    h = hessian.float()
     sums = torch.zeros(features, dtype=torch.float64, device=h.device)
     mean = sums.index_add(0, source, magnitude.double()) / source.bincount()
 

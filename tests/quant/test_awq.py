@@ -132,3 +132,18 @@ def test_bad_input_is_refused_by_name() -> None:
             call(weight * torch.tensor(torch.nan), h)
         with pytest.raises(ValueError, match=r"hessian: expected finite values, got nan"):
             call(weight, h * torch.tensor(torch.nan))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0])
+def test_magnitudes_are_numbers(value: float) -> None:
+    weight, h, magnitude = torch.randn(8, 32), torch.eye(32), torch.ones(32)
+    magnitude[5] = value
+    with pytest.raises(ValueError, match=rf"magnitude: expected finite .* >= 0, got {value} at 5"):
+        awq_scales([weight], h, magnitude, bits=4, group_size=16)
+
+
+def test_each_feature_is_the_source_of_an_input() -> None:
+    weight, h, magnitude = torch.randn(8, 32), torch.eye(32), torch.ones(32)
+    for source in (torch.arange(32) * 2, torch.arange(32) - 1):
+        with pytest.raises(ValueError, match="source: expected each of 0"):
+            awq_scales([weight], h, magnitude, bits=4, group_size=16, source=source)
