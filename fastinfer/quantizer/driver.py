@@ -122,9 +122,9 @@ def quantize_model(
     ids = calibration_windows(texts, tokenizer, samples=samples, length=seq_len)
     walk = Walk(checkpoint, ids, torch.device(device))
     layers = range(checkpoint.config.num_layers)
-    names = [p.name for i in layers for p in walk.projections(i)]
-    recipe.check_names(names)
-    job = _job(recipe, names, format, walk, sequential)
+    rows = {p.name: p.count for i in layers for p in walk.projections(i)}
+    recipe.check_names(list(rows))
+    job = _job(recipe, rows, format, walk, sequential)
 
     work = out.with_name(out.name + ".work")
     with _opened_work(work, _fingerprint(path, ids, recipe, format, sequential)):
@@ -145,9 +145,18 @@ def quantize_model(
     return reports
 
 
-def _job(recipe: Recipe, names: Sequence[str], format: str, walk: Walk, sequential: bool) -> _Job:
-    schemes = {name: recipe.scheme(name) for name in names}
+def _job(
+    recipe: Recipe, rows: Mapping[str, int], format: str, walk: Walk, sequential: bool
+) -> _Job:
+    schemes = {name: recipe.scheme(name) for name in rows}
     chosen = FORMATS[format]
+    multiple = chosen.row_multiple
+    for name, count in rows.items():
+        if schemes[name] is not None and count % multiple:
+            raise ValueError(
+                f"{name}: format {format!r}: expected a multiple of {multiple} output features, "
+                f"got {count}"
+            )
     scale_dtype = chosen.scale_dtype or walk.dtype
     return _Job(schemes, chosen, chosen.config(schemes), scale_dtype, sequential)
 

@@ -32,6 +32,8 @@ class Format:
     """Of a projection, by the last part of their names."""
     scale_dtype: torch.dtype | None = None
     """That readers expect; None: the checkpoint's own."""
+    row_multiple: int = 1
+    """Output features of a projection come in such numbers."""
 
 
 def _quantized(schemes: Schemes) -> dict[str, Scheme]:
@@ -174,5 +176,5 @@ def _awq_tensors(weight: PackedWeight, scheme: Scheme, config: Config) -> Mappin
 FORMATS: dict[str, Format] = {
     "compressed-tensors": Format(_compressed_config, _compressed_tensors),
     "gptq": Format(_gptq_config, _gptq_tensors, torch.float16),
-    "awq": Format(_awq_config, _awq_tensors, torch.float16),
+    "awq": Format(_awq_config, _awq_tensors, torch.float16, row_multiple=8),
 }

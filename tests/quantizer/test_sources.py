@@ -91,3 +91,14 @@ def test_a_result_inside_of_its_source_is_refused(folder: Make, tmp_path: Path) 
         with pytest.raises(ValueError, match=r"out: expected a folder outside of the model's"):
             quantize_model(source, out, Recipe(), [TEXT], **OPTIONS)
     assert sorted(source.iterdir()) == before
+
+
+def test_rows_that_awq_has_no_words_for_are_refused_at_once(folder: Make, tmp_path: Path) -> None:
+    source, out = folder(intermediate_size=83), tmp_path / "out"
+    message = r"layers\.0\.mlp\.gate_proj.* 'awq': expected a multiple of 8 output .*, got 83"
+    with pytest.raises(ValueError, match=message):
+        quantize_model(source, out, Recipe(), [TEXT], format="awq", **OPTIONS)
+    assert list(tmp_path.iterdir()) == [source]
+    recipe = Recipe(overrides={"*.gate_proj": None, "*.up_proj": None})
+    quantize_model(source, out, recipe, [TEXT], format="awq", **OPTIONS)
+    assert logits_of(out).isfinite().all()
