@@ -122,9 +122,9 @@ def quantize_model(
     ids = calibration_windows(texts, tokenizer, samples=samples, length=seq_len)
     walk = Walk(checkpoint, ids, torch.device(device))
     layers = range(checkpoint.config.num_layers)
-    rows = {p.name: p.count for i in layers for p in walk.projections(i)}
-    recipe.check_names(list(rows))
-    job = _job(recipe, rows, format, walk, sequential)
+    shapes = {p.name: tuple(p.weight.shape) for i in layers for p in walk.projections(i)}
+    recipe.check_names(list(shapes))
+    job = _job(recipe, shapes, format, walk, sequential)
 
     work = out.with_name(out.name + ".work")
     with _opened_work(work, _fingerprint(path, ids, recipe, format, sequential)):
@@ -146,17 +146,33 @@ def quantize_model(
 
 
 def _job(
-    recipe: Recipe, rows: Mapping[str, int], format: str, walk: Walk, sequential: bool
+    recipe: Recipe,
+    shapes: Mapping[str, tuple[int, ...]],
+    format: str,
+    walk: Walk,
+    sequential: bool,
 ) -> _Job:
-    schemes = {name: recipe.scheme(name) for name in rows}
+    schemes = {name: recipe.scheme(name) for name in shapes}
     chosen = FORMATS[format]
     multiple = chosen.row_multiple
-    for name, count in rows.items():
-        if schemes[name] is not None and count % multiple:
+    partial = []
+    for name, (n, k) in shapes.items():
+        scheme = schemes[name]
+        if scheme is not None and n % multiple:
             raise ValueError(
                 f"{name}: format {format!r}: expected a multiple of {multiple} output features, "
-                f"got {count}"
+                f"got {n}"
             )
+        if scheme is not None and scheme.group_size != -1 and k % scheme.group_size:
+            size = scheme.group_size
+            partial.append(f"{name}: {k} inputs are not a multiple of group_size {size}")
+    if partial:
+        _log.warning(
+            "%s (and %d more like it): fastinfer loads a last group that is partial, the package "
+            "compressed-tensors 0.20 refuses it",
+            partial[0],
+            len(partial) - 1,
+        )
     scale_dtype = chosen.scale_dtype or walk.dtype
     return _Job(schemes, chosen, chosen.config(schemes), scale_dtype, sequential)
 

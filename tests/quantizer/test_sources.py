@@ -102,3 +102,16 @@ def test_rows_that_awq_has_no_words_for_are_refused_at_once(folder: Make, tmp_pa
     recipe = Recipe(overrides={"*.gate_proj": None, "*.up_proj": None})
     quantize_model(source, out, recipe, [TEXT], format="awq", **OPTIONS)
     assert logits_of(out).isfinite().all()
+
+
+def test_partial_groups_are_warned_of(
+    folder: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = folder()  # 48, 64 and 80 inputs
+    for group_size, some in ((16, False), (-1, False), (32, True), (128, True)):
+        caplog.clear()
+        recipe = Recipe(Scheme("rtn", 4, group_size), {"*.1.*": None})
+        quantize_model(source, tmp_path / f"out{group_size}", recipe, [TEXT], **OPTIONS)
+        message = f"48 inputs are not a multiple of group_size {group_size}"
+        assert (message in caplog.text) == some
+        assert caplog.text.count("not a multiple") == some
