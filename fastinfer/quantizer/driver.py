@@ -110,6 +110,7 @@ def quantize_model(
         raise ValueError(f"quantize: {out}: expected a folder outside of the model's, {path}")
     if format not in FORMATS:
         raise ValueError(f"quantize: format: expected one of {[*FORMATS]}, got {format!r}")
+    device = _device(device)
     checkpoint = open_checkpoint(path)
     if checkpoint.quantization is not None:
         raise ValueError(
@@ -120,7 +121,7 @@ def quantize_model(
         hf_fields(checkpoint.config)
     tokenizer = load_tokenizer(path)
     ids = calibration_windows(texts, tokenizer, samples=samples, length=seq_len)
-    walk = Walk(checkpoint, ids, torch.device(device))
+    walk = Walk(checkpoint, ids, device)
     layers = range(checkpoint.config.num_layers)
     shapes = {p.name: tuple(p.weight.shape) for i in layers for p in walk.projections(i)}
     recipe.check_names(list(shapes))
@@ -143,6 +144,16 @@ def quantize_model(
         )
         shutil.rmtree(work)
     return reports
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"quantize: device: expected one that is usable here, got {str(device)!r} ({error})"
+        ) from error
+    return torch.device(device)
 
 
 def _job(

@@ -115,3 +115,11 @@ def test_partial_groups_are_warned_of(
         message = f"48 inputs are not a multiple of group_size {group_size}"
         assert (message in caplog.text) == some
         assert caplog.text.count("not a multiple") == some
+
+
+def test_devices_that_there_are_not(folder: Make, tmp_path: Path) -> None:
+    source = folder()
+    for device in ("gpu", "meta", *([] if torch.cuda.is_available() else ["cuda"])):
+        with pytest.raises(ValueError, match=rf"device: expected .* usable here, got '{device}'"):
+            quantize_model(source, tmp_path / "out", Recipe(), [TEXT], device=device, **OPTIONS)
+    assert list(tmp_path.iterdir()) == [source]
