@@ -1,0 +1,55 @@
+"""`fastinfer.optimize` on models and modules that it was not made for."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastinfer
+from fastinfer.integrations.report import Report
+
+
+def reasons(report: Report, kind: str) -> set[str]:
+    """Why modules of this class were left."""
+    return {x.reason for x in report.left if x.kind == kind}
+
+
+class GatedNorm(nn.Module):
+    """A norm as Mamba's, which may be given a gate."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), 1e-5
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """The norm of x, times the gate's activation."""
+        y = x if gate is None else x * F.silu(gate)
+        return F.rms_norm(y, y.shape[-1:], self.weight, self.eps)
+
+
+class IndexedMLP(nn.Module):
+    """A gated MLP as Zamba's, which may be told the layer."""
+
+    def __init__(self, hidden: int = 8, between: int = 12) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, between, False) for _ in range(2))
+        self.down_proj = nn.Linear(between, hidden, False)
+
+    def forward(self, x: Tensor, layer: int | None = None) -> Tensor:
+        """y of x, other for each layer."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) * (1 + (layer or 0))
+
+
+class PlainMLP(IndexedMLP):
+    """One that is what its weights say."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """y of x."""
+        return super().forward(x)
+
+
+def test_modules_with_further_inputs_are_left() -> None:
+    model = nn.ModuleDict({"norm": GatedNorm(8), "mlp": IndexedMLP()})
+    report = fastinfer.optimize(model)
+    assert not report.swapped
+    reason = "takes more than one input"
+    assert {(x.path, x.reason) for x in report.left} == {("norm", reason), ("mlp", reason)}
