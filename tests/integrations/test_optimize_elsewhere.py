@@ -53,3 +53,13 @@ def test_modules_with_further_inputs_are_left() -> None:
     assert not report.swapped
     reason = "takes more than one input"
     assert {(x.path, x.reason) for x in report.left} == {("norm", reason), ("mlp", reason)}
+
+
+def test_modules_that_fail_are_left() -> None:
+    class MLP(IndexedMLP):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return {"known": x}["unknown"]
+
+    report = fastinfer.optimize(nn.Sequential(MLP()))
+    assert not report.swapped
+    assert "'unknown'" in reasons(report, "MLP").pop()
