@@ -124,6 +124,9 @@ class MergedAttention(nn.Module):
             return f"has parts that are not understood: {', '.join(sorted(unknown))}"
         if getattr(layer, "attn_logit_softcapping", None) is not None:
             return "has softcapped scores"
+        # OLMo's layers ask their config; few random tokens would not come that far.
+        if getattr(getattr(layer, "config", None), "clip_qkv", None) is not None:
+            return "clips projections"
         return None
 
     def forward(

@@ -1,11 +1,17 @@
 """`fastinfer.optimize` on models and modules that it was not made for."""
 
+import copy
+
+import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import fastinfer
 from fastinfer.integrations.report import Report
+from tests.integrations.tools import logits, token_ids
+from tests.models.tools import TINY
 
 
 def reasons(report: Report, kind: str) -> set[str]:
@@ -63,3 +69,18 @@ def test_modules_that_fail_are_left() -> None:
     report = fastinfer.optimize(nn.Sequential(MLP()))
     assert not report.swapped
     assert "'unknown'" in reasons(report, "MLP").pop()
+
+
+@pytest.mark.parametrize("clip", [None, 8.0])
+def test_clipped_projections_are_not_lost(clip: float | None) -> None:
+    settings = {k: v for k, v in TINY.items() if k not in ("head_dim", "rms_norm_eps")}
+    config = transformers.OlmoConfig(**settings, clip_qkv=clip, pad_token_id=0)
+    plain = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = copy.deepcopy(plain)
+    report = fastinfer.optimize(model)
+    assert reasons(report, "OlmoAttention") == (set() if clip is None else {"clips projections"})
+    state = {k: v * 300.0 if "v_proj" in k else v for k, v in plain.state_dict().items()}
+    for each in (model, plain):
+        each.load_state_dict(state)  # now values are clipped
+    ids = token_ids()
+    torch.testing.assert_close(logits(model, ids), logits(plain, ids))
