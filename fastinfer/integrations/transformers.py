@@ -71,6 +71,7 @@ def attention(
     Raises:
         ValueError: a mask that is none of these, or bounds for several rows.
     """
+    query, key, value = _of_one_dtype(query, key, value)
     softcap = softcap or None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ranges, mask = _ranges_or_mask(attention_mask, bool(causal))
@@ -114,6 +115,14 @@ def attention(
     if ranges is None or ranges.bounds is None:
         return ops.flash_attention(q, k, v, **options)[0], None
     return _ragged_attention(q, k, v, ranges, options), None
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast gives them to torch's attention, where rotation has made some fp32."""
+    device = tensors[0].device.type
+    if len({x.dtype for x in tensors}) == 1 or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _ranges_or_mask(mask: Tensor | None, causal: bool) -> tuple[KeyRanges | None, Tensor | None]:

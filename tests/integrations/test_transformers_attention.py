@@ -308,6 +308,22 @@ def test_compiles_as_one_graph(padded: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_accurate(got[mask.bool()], expected[mask.bool()], before[mask.bool()])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_autocast(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_model(family)
+    model = copy.deepcopy(plain)
+    model.set_attn_implementation("fastinfer")
+    ids = token_ids()
+    mask = left_padding(ids)
+    exact = float64_logits(plain, ids, attention_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = logits(plain, ids, attention_mask=mask)
+        forbid_torchs_attention(monkeypatch)
+        after = logits(model, ids, attention_mask=mask)
+    rows = mask.bool()
+    assert_accurate(after[rows], exact[rows], before[rows], what="logits")
+
+
 def test_fastinfer_does_not_import_transformers() -> None:
     code = "import sys, fastinfer.nn, fastinfer.ops; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
