@@ -32,6 +32,8 @@ class _State:
     swaps: list[tuple[str, nn.Module]] = field(default_factory=list)
     attention: str | None = None
     restorable: bool = True
+    dtype: torch.dtype | None = None
+    """Of the model then; linear layers that were replaced do not see it change."""
 
 
 def optimize(
@@ -79,6 +81,7 @@ def optimize(
     setattr(model, _STATE, state)  # first, so that a model that is left half done can be restored
     if quantizer is not None:
         _quantize(model, quantizer, set(skip), report, state)
+    state.dtype = _dtype(model)
     wanted = {"norms": norms, "mlps": mlps, "attention": False}
     if attention:
         wanted["attention"] = _set_attention(model, report, state)
@@ -105,9 +108,13 @@ def restore(model: nn.Module) -> None:
             "fastinfer.restore: expected a model optimised with restorable=True, got one whose "
             "original weights are gone"
         )
+    dtype = _dtype(model)
+    cast = state.dtype is not None and dtype != state.dtype
     for path, original in reversed(state.swaps):
         replacement = model.get_submodule(path)
         _write_back(replacement, original)
+        if cast and next(replacement.parameters(), None) is None:
+            original.to(dtype=dtype)
         original.train(replacement.training)
         model.set_submodule(path, original)
     if state.attention is not None:
@@ -161,6 +168,11 @@ def _write_back(replacement: nn.Module, original: nn.Module) -> None:
     tensor = next(iter([*replacement.parameters(), *replacement.buffers()]), None)
     if tensor is not None:
         original.to(tensor.device)
+
+
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    """That of the first weight which is not quantized: in a language model, the embedding."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _name_the_unknown(model: nn.Module, wanted: dict[str, bool], report: Report) -> None:

@@ -118,7 +118,7 @@ def attention(
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as autocast gives them to torch's attention, where rotation has made some fp32."""
+    """As autocast hands them to torch's attention, where rotation has made some of them fp32."""
     device = tensors[0].device.type
     if len({x.dtype for x in tensors}) == 1 or not torch.is_autocast_enabled(device):
         return tensors

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fastinfer
 from fastinfer.integrations.report import Report
+from tests.helpers import assert_bit_equal
 from tests.integrations.tools import logits, token_ids
-from tests.models.tools import TINY
+from tests.models.tools import TINY, tiny_model
 
 
 def reasons(report: Report, kind: str) -> set[str]:
@@ -84,3 +85,15 @@ def test_clipped_projections_are_not_lost(clip: float | None) -> None:
         each.load_state_dict(state)  # now values are clipped
     ids = token_ids()
     torch.testing.assert_close(logits(model, ids), logits(plain, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_restored_linears_have_the_dtype_that_the_model_has(family: str) -> None:
+    plain = tiny_model(family)
+    model = copy.deepcopy(plain)
+    fastinfer.optimize(model, quantization="int8")
+    model.bfloat16()
+    fastinfer.restore(model)
+    expected = plain.bfloat16().state_dict()
+    for name, tensor in model.state_dict().items():
+        assert_bit_equal(tensor, expected[name], name)
