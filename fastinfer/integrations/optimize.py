@@ -69,13 +69,16 @@ def optimize(
         What was changed, and what was left and why.
 
     Raises:
-        ValueError: the model is optimised already, or there is no such quantization.
+        ValueError: the model or a part of it is optimised already, or there is no such
+            quantization.
 
     Gradients are computed as before, but not through quantized layers. What collects results of
     layers by their class, as `output_attentions=True` does, does not see replaced ones.
     """
-    if hasattr(model, _STATE):
-        raise ValueError("fastinfer.optimize: expected a model as it was, got an optimised one")
+    for path, module in model.named_modules():
+        if hasattr(module, _STATE) or type(module).__module__.startswith(__package__ + "."):
+            part = f"one whose part {path!r} is optimised" if path else "an optimised one"
+            raise ValueError(f"fastinfer.optimize: expected a model as it was, got {part}")
     quantizer = None if quantization is None else _quantizer(quantization)
     report, state = Report(), _State(restorable=restorable)
     setattr(model, _STATE, state)  # first, so that a model that is left half done can be restored

@@ -97,3 +97,17 @@ def test_restored_linears_have_the_dtype_that_the_model_has(family: str) -> None
     expected = plain.bfloat16().state_dict()
     for name, tensor in model.state_dict().items():
         assert_bit_equal(tensor, expected[name], name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_a_part_and_then_the_whole_is_refused(family: str) -> None:
+    model = tiny_model(family)
+    ids = token_ids()
+    expected = logits(model, ids)
+    fastinfer.optimize(model.base_model)
+    with pytest.raises(ValueError, match=f"got one whose part '{model.base_model_prefix}' is"):
+        fastinfer.optimize(model)
+    fastinfer.restore(model.base_model)
+    fastinfer.optimize(model)
+    fastinfer.restore(model)
+    assert_bit_equal(logits(model, ids), expected)
