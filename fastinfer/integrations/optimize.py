@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastinfer.integrations.report import Left, Report, Swapped
-from fastinfer.integrations.rules import RULES, Rule, choose
+from fastinfer.integrations.rules import RULES, Rule, choose, has_hooks
 from fastinfer.nn._linear import is_plain_linear
 
 _STATE = "_fastinfer_optimized"
@@ -223,7 +223,7 @@ def _quantize(
             reason = "skipped by name"
         elif users[id(module.weight)] > 1:
             reason = "its weight is another module's, too"
-        elif module._forward_hooks or module._forward_pre_hooks:
+        elif has_hooks(module):
             reason = "has hooks"
         else:
             try:

@@ -96,6 +96,8 @@ def _why_not_merge(projections: list[nn.Module]) -> str | None:
     if not all(_is_projection(p) for p in projections):
         kinds = sorted({type(p).__name__ for p in projections if not _is_projection(p)})
         return f"has projections that are no plain linear layers: {', '.join(kinds)}"
+    if any(has_hooks(p) for p in projections):
+        return "has projections with hooks"
     if len({getattr(p, "bias", None) is None for p in projections}) > 1:
         return "has projections with and without a bias"
     return None
@@ -144,7 +146,8 @@ def _is_attention(module: nn.Module) -> bool:
 def _why_not_attention(module: nn.Module) -> str | None:
     from fastinfer.integrations.merged_attention import MergedAttention
 
-    projections = [c for n, c in module.named_children() if n in ("q_proj", "k_proj", "v_proj")]
+    names = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+    projections = [c for n, c in module.named_children() if n in names]
     return MergedAttention.why_not(module) or _why_not_merge(projections)
 
 
@@ -192,9 +195,23 @@ RULES = (
 # ----------------------------------------------------------------------------------- comparison
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens around what a module computes.
+
+    Accelerate's hooks are a forward of the object's own.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)
+
+
 def choose(rule: Rule, module: nn.Module) -> nn.Module | str:
     """The replacement of a module that the rule applies to, or why there is none."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         return "has hooks"
     tensors = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in tensors):

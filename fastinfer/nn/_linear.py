@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastinfer.ops._common import check
 
@@ -186,9 +187,13 @@ def is_plain_linear(module: object) -> bool:
     """Whether a module computes x W^T + b and nothing else.
 
     Subclasses of `nn.Linear` may compute something else (adapters, other packages' quantized
-    layers), which replacing them would silently leave out.
+    layers), which replacing them would silently leave out. So may parametrised ones.
     """
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not is_parametrized(module)
+    )
 
 
 def plain_weight(kind: str, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,8 @@
 """`fastinfer.optimize` on models and modules that it was not made for."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +113,38 @@ def test_a_part_and_then_the_whole_is_refused(family: str) -> None:
     fastinfer.optimize(model)
     fastinfer.restore(model)
     assert_bit_equal(logits(model, ids), expected)
+
+
+def replace_forward(module: Any) -> None:
+    """As packages do that move inputs to a layer's device."""
+    before = module.forward
+    module.forward = lambda *args, **options: before(*args, **options) * 1.0
+
+
+def hook(module: Any) -> None:
+    """The usual way."""
+    module.register_forward_hook(lambda module, args, y: y * 1.0)
+
+
+@pytest.mark.parametrize("change", [replace_forward, hook])
+@pytest.mark.parametrize("name", ["norm", "layers.0.mlp", "layers.0.mlp.gate_proj",
+                                  "layers.0.self_attn.k_proj"])  # fmt: skip
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_hooks_stay(change: Callable[[Any], None], name: str, quantization: str | None) -> None:
+    model = tiny_model("llama")
+    module = model.model.get_submodule(name)
+    change(module)
+    fastinfer.optimize(model, quantization=quantization)
+    assert model.model.get_submodule(name) is module
+
+
+def test_a_parametrised_projection_stays() -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    nn.utils.parametrizations.weight_norm(attention.k_proj)
+    names = set(model.state_dict())
+    report = fastinfer.optimize(model, quantization="int8")
+    left = {x.path for x in report.left}
+    assert {"model.layers.1.self_attn", "model.layers.1.self_attn.k_proj"} & left
+    assert model.model.layers[1].self_attn is attention
+    assert {n for n in names if "parametrizations" in n} <= set(model.state_dict())
