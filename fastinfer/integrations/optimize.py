@@ -147,25 +147,27 @@ def _apply(rule: Rule, model: nn.Module, report: Report, state: _State) -> None:
                 _swap(model, path, replacement, report, state)
 
 
-def _parts(merged: nn.Module, original: nn.Module) -> Iterable[tuple[Tensor, Tensor]]:
-    """Parameters of the original, and what of the merged projection they are."""
+def _parts(merged: nn.Module, original: nn.Module) -> Iterable[tuple[nn.Parameter, Tensor, bool]]:
+    """Parameters of the original, what of the merged one they are, and whether that is trained."""
     for name, sizes in vars(merged).get("_parts", {}).items():
         for tensor, parameter in merged.get_submodule(name).named_parameters(recurse=False):
             pieces = torch.split(parameter.detach(), [*sizes.values()])
             for part, piece in zip(sizes, pieces, strict=True):
-                yield original.get_submodule(part).get_parameter(tensor), piece
+                old = original.get_submodule(part).get_parameter(tensor)
+                yield old, piece, parameter.requires_grad
 
 
 def _share_parts(merged: nn.Module, original: nn.Module) -> None:
     """The originals become views of the merged weight, so that memory holds it once."""
-    for parameter, piece in _parts(merged, original):
+    for parameter, piece, _ in _parts(merged, original):
         parameter.data = piece
 
 
 def _write_back(replacement: nn.Module, original: nn.Module) -> None:
     """The original gets what its replacement holds by now, on the device where that is."""
-    for parameter, piece in _parts(replacement, original):
+    for parameter, piece, trained in _parts(replacement, original):
         parameter.data = piece.clone()
+        parameter.requires_grad_(trained)
     for name, parameter in replacement.named_parameters(recurse=False):
         setattr(original, name, parameter)
     tensor = next(iter([*replacement.parameters(), *replacement.buffers()]), None)

@@ -100,6 +100,9 @@ def _why_not_merge(projections: list[nn.Module]) -> str | None:
         return "has projections with hooks"
     if len({getattr(p, "bias", None) is None for p in projections}) > 1:
         return "has projections with and without a bias"
+    trained = {p.requires_grad for linear in projections for p in linear.parameters()}
+    if len(projections) > 1 and len(trained) > 1:
+        return "has projections of which only some are trained"
     return None
 
 

@@ -148,3 +148,20 @@ def test_a_parametrised_projection_stays() -> None:
     assert {"model.layers.1.self_attn", "model.layers.1.self_attn.k_proj"} & left
     assert model.model.layers[1].self_attn is attention
     assert {n for n in names if "parametrizations" in n} <= set(model.state_dict())
+
+
+def test_frozen_projections_stay_frozen() -> None:
+    model = nn.Sequential(PlainMLP(), PlainMLP().requires_grad_(False))
+    model[0].up_proj.requires_grad_(False)
+    report = fastinfer.optimize(model)
+    assert {x.path for x in report.swapped} == {"1"}
+    assert {x.reason for x in report.left} == {"has projections of which only some are trained"}
+    assert not any(p.requires_grad for p in model[1].parameters())
+
+
+def test_restore_keeps_what_was_frozen_in_between() -> None:
+    model = tiny_model("llama")
+    fastinfer.optimize(model)
+    model.requires_grad_(False)
+    fastinfer.restore(model)
+    assert not any(p.requires_grad for p in model.parameters())
