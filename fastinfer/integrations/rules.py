@@ -88,8 +88,17 @@ def _is_mlp(module: nn.Module) -> bool:
 def _why_not_mlp(module: nn.Module) -> str | None:
     if any(True for _ in module.parameters(recurse=False)):
         return "has parameters of its own"
+    if any(_drops(m) for m in module.modules()):
+        return "has dropout"
     names = _children(module) & {"gate_up_proj", "gate_proj", "up_proj"}
     return _why_not_merge([module.get_submodule(name) for name in sorted(names)])
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether training would show what a comparison does not."""
+    options = ((name, p) for name, p in vars(module).items() if isinstance(p, float))
+    own = any("dropout" in name and p > 0.0 for name, p in options)
+    return own or (isinstance(module, nn.Dropout) and module.p > 0.0)
 
 
 def _why_not_merge(projections: list[nn.Module]) -> str | None:

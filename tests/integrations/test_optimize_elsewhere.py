@@ -165,3 +165,20 @@ def test_restore_keeps_what_was_frozen_in_between() -> None:
     model.requires_grad_(False)
     fastinfer.restore(model)
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_dropout_is_not_left_out(function: bool) -> None:
+    class MLP(IndexedMLP):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.residual_dropout = p if function else 0.0  # as in Seed-OSS
+            self.dropout = nn.Dropout(0.0 if function else p)
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            y = self.down_proj(self.dropout(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+            return F.dropout(y, self.residual_dropout, self.training)
+
+    report = fastinfer.optimize(nn.Sequential(MLP(0.0), MLP(0.5)))
+    assert [x.path for x in report.swapped] == ["0"]
+    assert reasons(report, "MLP") == {"has dropout"}
