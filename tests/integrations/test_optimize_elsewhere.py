@@ -42,10 +42,11 @@ class IndexedMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden, between, False) for _ in range(2))
         self.down_proj = nn.Linear(between, hidden, False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, x: Tensor, layer: int | None = None) -> Tensor:
         """y of x, other for each layer."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) * (1 + (layer or 0))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (1 + (layer or 0))
 
 
 class PlainMLP(IndexedMLP):
@@ -176,7 +177,7 @@ def test_dropout_is_not_left_out(function: bool) -> None:
             self.dropout = nn.Dropout(0.0 if function else p)
 
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            y = self.down_proj(self.dropout(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+            y = self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
             return F.dropout(y, self.residual_dropout, self.training)
 
     report = fastinfer.optimize(nn.Sequential(MLP(0.0), MLP(0.5)))
