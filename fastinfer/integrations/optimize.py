@@ -70,11 +70,13 @@ def optimize(
 
     Raises:
         ValueError: the model or a part of it is optimised already, or there is no such
-            quantization.
+            quantization; or `skip` is one string.
 
     Gradients are computed as before, but not through quantized layers. What collects results of
     layers by their class, as `output_attentions=True` does, does not see replaced ones.
     """
+    if isinstance(skip, str):
+        raise ValueError(f"fastinfer.optimize: skip: expected names, got one string {skip!r}")
     for path, module in model.named_modules():
         if hasattr(module, _STATE) or type(module).__module__.startswith(__package__ + "."):
             part = f"one whose part {path!r} is optimised" if path else "an optimised one"

@@ -183,3 +183,10 @@ def test_dropout_is_not_left_out(function: bool) -> None:
     report = fastinfer.optimize(nn.Sequential(MLP(0.0), MLP(0.5)))
     assert [x.path for x in report.swapped] == ["0"]
     assert reasons(report, "MLP") == {"has dropout"}
+
+
+def test_skip_is_no_string() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="skip: expected names, got one string 'lm_head'"):
+        fastinfer.optimize(model, quantization="int8", skip="lm_head")
+    fastinfer.optimize(model)
