@@ -121,7 +121,7 @@ def restore(model: nn.Module) -> None:
         if cast and next(replacement.parameters(), None) is None:
             original.to(dtype=dtype)
         original.train(replacement.training)
-        model.set_submodule(path, original)
+        _put(model, replacement, original)
     if state.attention is not None:
         model.set_attn_implementation(state.attention)  # type: ignore[operator]
     delattr(model, _STATE)
@@ -136,17 +136,34 @@ def _swap(model: nn.Module, path: str, new: nn.Module, report: Report, state: _S
     if state.restorable:
         _share_parts(new, original)
         state.swaps.append((path, original))
-    model.set_submodule(path, new)
+    _put(model, original, new)
+
+
+def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """The new module in each place of the old one."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            model.set_submodule(path, new)
 
 
 def _apply(rule: Rule, model: nn.Module, report: Report, state: _State) -> None:
+    users = _users(model)
     for path, module in list(model.named_modules()):
         if path and rule.applies(module):
             replacement = choose(rule, module)
+            if isinstance(replacement, nn.Module) and any(
+                users[id(parameter)] > 1 for parameter, *_ in _parts(replacement, module)
+            ):
+                replacement = "its weights are another module's, too"
             if isinstance(replacement, str):
                 report.left.append(Left(path, type(module).__name__, replacement))
             else:
                 _swap(model, path, replacement, report, state)
+
+
+def _users(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its id."""
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
 def _parts(merged: nn.Module, original: nn.Module) -> Iterable[tuple[nn.Parameter, Tensor, bool]]:
@@ -217,7 +234,7 @@ def _quantize(
     report: Report,
     state: _State,
 ) -> None:
-    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    users = _users(model)
     for path, module in list(model.named_modules()):
         linear = _as_linear(module)
         if linear is None or not path:

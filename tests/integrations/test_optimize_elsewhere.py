@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastinfer
 from fastinfer.integrations.report import Report
+from fastinfer.nn import SwiGLU
 from tests.helpers import assert_bit_equal
 from tests.integrations.tools import logits, token_ids
 from tests.models.tools import TINY, tiny_model
@@ -190,3 +191,20 @@ def test_skip_is_no_string() -> None:
     with pytest.raises(ValueError, match="skip: expected names, got one string 'lm_head'"):
         fastinfer.optimize(model, quantization="int8", skip="lm_head")
     fastinfer.optimize(model)
+
+
+def test_a_module_in_two_places_stays_one() -> None:
+    mlp = PlainMLP()
+    model = nn.ModuleDict({"a": nn.Sequential(mlp), "b": nn.Sequential(mlp)})
+    fastinfer.optimize(model)
+    assert isinstance(model["a"][0], SwiGLU) and model["b"][0] is model["a"][0]
+    fastinfer.restore(model)
+    assert model["a"][0] is mlp and model["b"][0] is mlp
+
+
+def test_weights_that_others_use_too_stay_tied() -> None:
+    model = nn.Sequential(PlainMLP(), PlainMLP())
+    model[1].up_proj.weight = model[0].up_proj.weight
+    report = fastinfer.optimize(model)
+    assert not report.swapped
+    assert reasons(report, "PlainMLP") == {"its weights are another module's, too"}
