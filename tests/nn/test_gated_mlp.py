@@ -97,8 +97,43 @@ def test_state_dict_goes_either_way(name: str) -> None:
     assert_bit_equal(ours.gate_up_proj.weight[40:].detach(), theirs.up_proj.weight.detach())
     other.load_state_dict(outer.state_dict())
     del wanted["mlp.gate_proj.weight"]
-    with pytest.raises(RuntimeError, match="up_proj"):
+    with pytest.raises(RuntimeError, match=r"mlp\.gate_proj\.weight"):
         outer.load_state_dict(wanted)
+
+
+def test_a_state_dict_may_come_in_pieces() -> None:
+    mlp, other = SwiGLU(8, 12), SwiGLU(8, 12)
+    state = other.state_dict()
+    for name in [*state]:
+        result = mlp.load_state_dict({name: state[name]}, strict=False)
+        assert set(result.missing_keys) >= {n for n in state if n[:4] == name[:4]} - {name}
+        assert result.unexpected_keys == []
+        assert_bit_equal(mlp.state_dict()[name], state[name], name)
+    for name, tensor in state.items():
+        assert_bit_equal(mlp.state_dict()[name], tensor, name)
+    del state["up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"up_proj\.weight"'):
+        mlp.load_state_dict(state)
+
+
+def test_a_part_that_has_not_come_is_nan() -> None:
+    mlp, state = SwiGLU(8, 12, device="meta"), SwiGLU(8, 12).state_dict()
+    up = state.pop("up_proj.weight")
+    mlp.load_state_dict(state, strict=False, assign=True)
+    assert mlp(torch.ones(1, 8)).isnan().all()
+    mlp.load_state_dict({"up_proj.weight": up}, strict=False, assign=True)
+    assert mlp(torch.ones(1, 8)).isfinite().all()
+
+
+def test_parts_of_other_sizes_are_refused() -> None:
+    mlp = SwiGLU(8, 12)
+    before = mlp.state_dict()["gate_proj.weight"].clone()
+    state = {"gate_proj.weight": torch.zeros(14, 8), "up_proj.weight": torch.zeros(10, 8)}
+    with pytest.raises(
+        RuntimeError, match=r"mismatch for gate_proj\.weight: expected \(12, 8\), got"
+    ):
+        mlp.load_state_dict(state, strict=False)
+    assert_bit_equal(mlp.state_dict()["gate_proj.weight"], before)
 
 
 def test_the_op_computes_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
