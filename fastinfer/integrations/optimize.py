@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastinfer.integrations.output_hooks import remove_output_hooks
 from fastinfer.integrations.report import Left, Report, Swapped
 from fastinfer.integrations.rules import RULES, Rule, choose, has_hooks
 from fastinfer.nn._linear import is_plain_linear
@@ -82,6 +83,7 @@ def optimize(
             part = f"one whose part {path!r} is optimised" if path else "an optimised one"
             raise ValueError(f"fastinfer.optimize: expected a model as it was, got {part}")
     quantizer = None if quantization is None else _quantizer(quantization)
+    remove_output_hooks(model)
     report, state = Report(), _State(restorable=restorable)
     setattr(model, _STATE, state)  # first, so that a model that is left half done can be restored
     if quantizer is not None:
@@ -113,6 +115,7 @@ def restore(model: nn.Module) -> None:
             "fastinfer.restore: expected a model optimised with restorable=True, got one whose "
             "original weights are gone"
         )
+    remove_output_hooks(model)
     dtype = _dtype(model)
     cast = state.dtype is not None and dtype != state.dtype
     for path, original in reversed(state.swaps):

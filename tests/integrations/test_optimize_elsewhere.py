@@ -208,3 +208,21 @@ def test_weights_that_others_use_too_stay_tied() -> None:
     report = fastinfer.optimize(model)
     assert not report.swapped
     assert reasons(report, "PlainMLP") == {"its weights are another module's, too"}
+
+
+def test_outputs_of_layers_before_and_after() -> None:
+    model, ids = tiny_model("llama"), token_ids()
+    model.set_attn_implementation("eager")
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        before = model(ids, **wanted)
+        report = fastinfer.optimize(model)
+        between = model(ids, **wanted)
+        fastinfer.restore(model)
+        after = model(ids, **wanted)
+    assert not report.left
+    assert len(between.hidden_states) == len(before.hidden_states)
+    for a, b in zip(after.hidden_states, before.hidden_states, strict=True):
+        assert_bit_equal(a, b)
+    for a, b in zip(after.attentions, before.attentions, strict=True):
+        assert_bit_equal(a, b)
