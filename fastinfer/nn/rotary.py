@@ -101,7 +101,7 @@ def rotate(
     By the op on copies; by torch's functions where a gradient is wanted, or for other dtypes.
     """
     if wants_grad(q, k) or q.dtype not in OP_DTYPES:
-        turn = cos_sin[positions].view(*q.shape[:-2], 1, -1)
+        turn = cos_sin.index_select(0, positions).view(*q.shape[:-2], 1, -1)
         return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
     q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     ops.rotary_embedding_(

@@ -99,3 +99,12 @@ def test_copies_and_compiled_modules_compute_the_same() -> None:
     for other in (copy.deepcopy(rotary), pickle.loads(pickle.dumps(rotary)), compiled):
         for got, wanted in zip(other(q, k, positions), expected, strict=True):
             assert_bit_equal(got, wanted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("position", [-1, 8])
+def test_positions_outside_of_the_table_are_refused(position: int, grad: bool) -> None:
+    rotary = RotaryEmbedding(4, max_positions=8)
+    q, k = (torch.randn(1, 2, 4, requires_grad=grad) for _ in range(2))
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        rotary(q, k, torch.tensor([position]))
