@@ -152,6 +152,10 @@ class MergedAttention(nn.Module):
         q, k, v = qkv.split([qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if any(
+            m is not None and m._forward_hooks for m in (self.qkv_proj, self.q_norm, self.k_norm)
+        ):
+            q, k = q.clone(), k.clone()  # a hook may have kept what would be written over
         q, k = _rotated(q, k, _rotation(position_embeddings, batch))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         cache = past_key_values if cache is None else cache

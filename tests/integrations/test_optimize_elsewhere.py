@@ -226,3 +226,17 @@ def test_outputs_of_layers_before_and_after() -> None:
         assert_bit_equal(a, b)
     for a, b in zip(after.attentions, before.attentions, strict=True):
         assert_bit_equal(a, b)
+
+
+@pytest.mark.parametrize(("family", "name"), [("phi3", "qkv_proj"), ("qwen3", "q_norm")])
+def test_what_hooks_have_seen_stays(family: str, name: str) -> None:
+    model = tiny_model(family)
+    fastinfer.optimize(model)
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, y: Tensor) -> None:
+        seen.extend((y, y.clone()))
+
+    model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(keep)
+    logits(model, token_ids())
+    assert_bit_equal(seen[0], seen[1])
