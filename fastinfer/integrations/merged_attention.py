@@ -132,7 +132,7 @@ class MergedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | Rotation,
+        position_embeddings: tuple[Tensor, Tensor] | Rotation | None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
         past_key_values: Any = None,
@@ -142,7 +142,7 @@ class MergedAttention(nn.Module):
 
         Args:
             hidden_states: [B, S, hidden].
-            position_embeddings: a `Rotation`, or cosines and sines [B, S, R].
+            position_embeddings: a `Rotation`, or cosines and sines [B, S, R]; None: no rotation.
             attention_mask: as the model made it.
             cache, past_key_values: transformers' cache, by its present or former name.
         """
@@ -156,7 +156,8 @@ class MergedAttention(nn.Module):
             m is not None and m._forward_hooks for m in (self.qkv_proj, self.q_norm, self.k_norm)
         ):
             q, k = q.clone(), k.clone()  # a hook may have kept what would be written over
-        q, k = _rotated(q, k, _rotation(position_embeddings, batch))
+        if position_embeddings is not None:
+            q, k = _rotated(q, k, _rotation(position_embeddings, batch))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         cache = past_key_values if cache is None else cache
         if cache is not None:

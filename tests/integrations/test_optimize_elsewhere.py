@@ -240,3 +240,16 @@ def test_what_hooks_have_seen_stays(family: str, name: str) -> None:
     model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(keep)
     logits(model, token_ids())
     assert_bit_equal(seen[0], seen[1])
+
+
+def test_attention_without_positions() -> None:
+    config = transformers.GraniteMoeHybridConfig(
+        **TINY, num_local_experts=2, num_experts_per_tok=1, shared_intermediate_size=40,
+        layer_types=["attention"] * 3, mamba_n_heads=6, position_embedding_type=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    plain = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = copy.deepcopy(plain)
+    fastinfer.optimize(model)
+    ids = token_ids()
+    torch.testing.assert_close(logits(model, ids), logits(plain, ids))
