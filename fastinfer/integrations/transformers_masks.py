@@ -8,16 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    packed_sequence_mask_function,
-    remap_positions_for_packed_sequence,
-    sdpa_mask,
-    sliding_window_overlay,
-)
-from transformers.utils.import_utils import is_tracing
 
 from fastinfer.integrations.key_ranges import (
     Array,
@@ -26,6 +18,20 @@ from fastinfer.integrations.key_ranges import (
     packed_segments,
     padded_segments,
 )
+
+try:
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        packed_sequence_mask_function,
+        remap_positions_for_packed_sequence,
+        sdpa_mask,
+        sliding_window_overlay,
+    )
+    from transformers.utils.import_utils import is_tracing
+except ImportError as error:
+    version = transformers.__version__
+    raise ImportError(f"expected transformers 5.24 or newer, got {version}") from error
 
 _MaskFunction = Callable[..., Any]
 
