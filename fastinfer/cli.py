@@ -313,7 +313,10 @@ _QUANTIZE_OPTIONS: dict[str, _Option] = {
     "method": {"help": "rtn, gptq or awq; default: gptq"},
     "bits": {"type": int, "help": "of the codes: 2, 3, 4 or 8; default: 4"},
     "group_size": {"type": int, "help": "inputs that share a scale, -1 for all; default: 128"},
-    "symmetric": {"action": "store_true", "help": "no zero points"},
+    "symmetric": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "no zero points; default: yes, but for format awq",
+    },
     "order": {"help": "of columns in GPTQ: none, act, static or group; default: none"},
     "damping": {"type": float, "help": "of GPTQ's Hessian; default: 0.01"},
     "recipe": {"metavar": "FILE", "help": "JSON with these options, and overrides by module name"},

@@ -23,7 +23,7 @@ class Scheme:
         method: "rtn", "gptq" or "awq".
         bits: 2, 3, 4 or 8; with "awq" 3 or 4.
         group_size: inputs that share a scale: 16, 32, 64, 128, or -1 for all of them.
-        symmetric: without zero points.
+        symmetric: without zero points; None leaves it to the format that the codes are saved in.
         order: of columns in GPTQ: "none", "act", "static" or "group".
         damping: of GPTQ's Hessian, as a share of its mean diagonal, at least 0.
 
@@ -34,7 +34,7 @@ class Scheme:
     method: str = "gptq"
     bits: int = 4
     group_size: int = 128
-    symmetric: bool = False
+    symmetric: bool | None = None
     order: str = "none"
     damping: float = 0.01
 
@@ -42,7 +42,7 @@ class Scheme:
         _check("method", self.method, tuple(METHODS))
         _check(f"bits of {self.method!r}", self.bits, METHODS[self.method])
         _check("group_size", self.group_size, (*GROUP_SIZES, -1))
-        _check("symmetric", self.symmetric, (True, False))
+        _check("symmetric", self.symmetric, (True, False, None))
         _check("order", self.order, ORDERS)
         number = isinstance(self.damping, int | float) and not isinstance(self.damping, bool)
         if not number or not 0 <= self.damping < float("inf"):

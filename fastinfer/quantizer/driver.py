@@ -163,8 +163,8 @@ def _job(
     walk: Walk,
     sequential: bool,
 ) -> _Job:
-    schemes = {name: recipe.scheme(name) for name in shapes}
     chosen = FORMATS[format]
+    schemes = {name: chosen.complete(recipe.scheme(name)) for name in shapes}
     multiple = chosen.row_multiple
     partial = []
     for name, (n, k) in shapes.items():

@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class Format:
     """That readers expect; None: the checkpoint's own."""
     row_multiple: int = 1
     """Output features of a projection come in such numbers."""
+    symmetric: bool = True
+    """What schemes are that do not say: as this format's readers load it, and its writers do."""
+
+    def complete(self, scheme: Scheme | None) -> Scheme | None:
+        """The scheme, with what it leaves to the format."""
+        if scheme is None or scheme.symmetric is not None:
+            return scheme
+        return replace(scheme, symmetric=self.symmetric)
 
 
 def _quantized(schemes: Schemes) -> dict[str, Scheme]:
@@ -176,5 +184,5 @@ def _awq_tensors(weight: PackedWeight, scheme: Scheme, config: Config) -> Mappin
 FORMATS: dict[str, Format] = {
     "compressed-tensors": Format(_compressed_config, _compressed_tensors),
     "gptq": Format(_gptq_config, _gptq_tensors, torch.float16),
-    "awq": Format(_awq_config, _awq_tensors, torch.float16, row_multiple=8),
+    "awq": Format(_awq_config, _awq_tensors, torch.float16, row_multiple=8, symmetric=False),
 }

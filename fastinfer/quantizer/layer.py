@@ -109,7 +109,7 @@ def round_plain(walk: Walk, i: int, quantized: Mapping[str, object]) -> None:
 
 def _options(scheme: Scheme, *, clip: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "bits": scheme.bits, "group_size": scheme.group_size, "symmetric": scheme.symmetric,
+        "bits": scheme.bits, "group_size": scheme.group_size, "symmetric": bool(scheme.symmetric),
     }  # fmt: skip
     if scheme.method == "gptq":
         options |= {"order": scheme.order, "damping": scheme.damping}
@@ -180,7 +180,7 @@ def _scale(walk: Walk, i: int, sites: Sequence[_Site], schemes: Schemes) -> None
             observed.magnitude,
             bits=scheme.bits,
             group_size=scheme.group_size,
-            symmetric=scheme.symmetric,
+            symmetric=bool(scheme.symmetric),
             source=site.before.source if isinstance(site.before, _Rows) else None,
         )
         site.linear.plain_weight().mul_(_fold(walk, site.before, scales))

@@ -114,9 +114,25 @@ def test_every_architecture(folder: Make, tmp_path: Path, kind: str) -> None:
     for bits in (8, 4):
         out = tmp_path / f"out{bits}"
         method = "gptq" if bits == 8 else "awq"
-        quantize_model(source, out, Recipe(Scheme(method, bits, 16)), [TEXT], **OPTIONS)
+        recipe = Recipe(Scheme(method, bits, 16, symmetric=False))
+        quantize_model(source, out, recipe, [TEXT], **OPTIONS)
         errors[bits] = float((logits_of(out) - plain).norm() / plain.norm())
     assert errors[8] < 0.03 < errors[4] < 0.8, errors
+
+
+@pytest.mark.parametrize("name, symmetric", [("compressed-tensors", True), ("awq", False)])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_zero_points_are_the_formats_choice_or_the_recipes(
+    folder: Make, tmp_path: Path, name: str, symmetric: bool, asked: bool | None
+) -> None:
+    recipe = Recipe(Scheme("rtn", 4, 16, symmetric=asked))
+    quantize_model(folder(), tmp_path / "out", recipe, [TEXT], format=name, **OPTIONS)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if name == "awq":
+        got = not config["zero_point"]
+    else:
+        got = config["config_groups"]["group_0"]["weights"]["symmetric"]
+    assert got is (symmetric if asked is None else asked)
 
 
 class _Interrupted(Exception):

@@ -35,10 +35,9 @@ def test_what_config_json_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path, tiny_tokenizer: Any) -> None:
     hf = tiny_model("llama", hidden_size=48, max_position_embeddings=128)
     path = write_gguf(tmp_path / "m.gguf", hf)
-    quantize_model(
-        path, tmp_path / "out", Recipe(Scheme("gptq", 8, 16)), ["0123456789 " * 200],
-        samples=8, seq_len=32,
-    )  # fmt: skip
+    recipe = Recipe(Scheme("gptq", 8, 16, symmetric=False))
+    text = ["0123456789 " * 200]
+    quantize_model(path, tmp_path / "out", recipe, text, samples=8, seq_len=32)
     ids = [[1, *range(20, 60)]]
     one, other = (
         paged_logits(load(p).decoder, ids, 64)[0].double() for p in (path, tmp_path / "out")
