@@ -143,16 +143,4 @@ __device__ inline void finish_cluster(const ResultParams& r,
   }
 }
 
-// Called by all threads of a cluster when their block's `sums` are written. `store(sum, token,
-// feature)` gets each whole sum once.
-template <int kFeatures, int kThreads, class Sum, int kSplits, int kTokens, int kPitch, class Store>
-__device__ inline void add_up_cluster(const Sum (&sums)[kSplits][kTokens][kPitch],
-                                      int32_t first_feature, int32_t n, int tokens, Store store) {
-  sums_are_written<kThreads>();
-  each_of_cluster<kFeatures, kThreads>(first_feature, n, tokens, [&](int token, int32_t feature) {
-    store(whole_sum(sums, token, feature - first_feature), token, feature);
-  });
-  sums_are_read();
-}
-
 }  // namespace fastinfer::cuda
