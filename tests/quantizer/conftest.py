@@ -1,6 +1,6 @@
 """Fixtures of the tests that quantize whole models: tiny ones with a byte-level tokenizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import tiny_tokenizer  # noqa: F401
+from tests.models.conftest import one_thread  # noqa: F401
 from tests.models.tools import save, tiny_model
 
 # A partial group of 32, and sizes that AWQ's words of eight columns divide.
@@ -25,15 +26,6 @@ GPT2_SIZES = {
     "vocab_size": 320, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 4, "n_positions": 128,
 }  # fmt: skip
 TEXT = "".join(f"{i} quick brown foxes jump over {i * i} lazy dogs. " for i in range(400))
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """The models are tiny: waking threads costs more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
